@@ -41,6 +41,7 @@ _FAST = ["precision=bf16", "memory_format=channels_last"]
 _COMPILED = [*_FAST, "model.compiled=true"]
 _WAYS = {"exact": ["--reduction", "exact"], "plain": ["--reduction", "plain", "--deterministic", "always"]}
 """Both take the same kernels, those that repeat their bits, so that the rest is the cost of the exact sum."""
+TRACE = "gpu-trace.json.gz"
 TRACED = "exact bf16 channels_last, micro-batches of 32, graph"
 CASES: dict[str, tuple[list[str], list[str]]] = {
     "exact bf16 channels_last compiled, micro-batches of 64, graph": (

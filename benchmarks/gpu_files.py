@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,6 +39,7 @@ from benchmarks.record import record
 from ddp_core.base.torchvision_import import import_torchvision
 from ddp_core.model.builders import MODELS
 
+LOADER = "the script's loader alone"
 GOALS = {"in the same precision": 2.5, "over all": 5.0}
 PRECISIONS = {"fp32": [], "bf16": ["precision=bf16", "memory_format=channels_last"]}
 DECODERS = {"pillow": [], "nvjpeg": ["data.decoder=nvjpeg"]}
@@ -162,43 +164,68 @@ def main() -> None:
         text = EXPERIMENT.format(classes=CLASSES, size=size, batch=batch, steps=steps)
         (folder / "resnet18_files.py").write_text(text)
         photos = str(folder / "photos")
-        tried = {count: script_alone(photos, count, "", size, batch, max(2, steps // 2), device) for count in counts}
+        tried = {
+            count: round(script_alone(photos, count, "", size, batch, max(2, steps // 2), device), 1)
+            for count in counts
+        }
         workers = max(tried, key=lambda count: tried[count])
         # A CPU has no nvJPEG.
         decoders = {"pillow": workers} if options.quick else {"pillow": workers, "nvjpeg": 0}
         turns: dict[str, list[float]] = {}
         for _ in range(rounds):
-            loader = script_alone(photos, workers, "", size, batch, steps, device)
-            turns.setdefault("the script's loader alone", []).append(loader)
-            for precision in PRECISIONS:
-                found = script_alone(photos, workers, precision, size, batch, steps, device)
-                turns.setdefault(f"script, {precision}", []).append(found)
-                for decoder, count in decoders.items():
-                    found = ours(folder, count, precision, decoder, device)
-                    turns.setdefault(f"ddp train, {precision}, {decoder}", []).append(found)
-                print({name: round(each[-1]) for name, each in turns.items()}, flush=True)
+            for name, take in _contenders(folder, decoders, size, batch, steps, device).items():
+                turns.setdefault(name, []).append(take())
+                print(f"{name:28} {turns[name][-1]:9.0f} images/s", flush=True)
+                # After each turn: where the machine is taken away, what was measured stays.
+                results = _results(turns) | {"workers": workers, "loader_by_workers": tried}
+                target = record("gpu_files", "python -m benchmarks.gpu_files", results, options.json, rounds)
+    print(json.dumps({name: value for name, value in results.items() if name != "turns"}, indent=2))
+    print(f"recorded in {target}")
+
+
+def _contenders(
+    folder: Path, decoders: Mapping[str, int], size: int, batch: int, steps: int, device: str
+) -> dict[str, Callable[[], float]]:
+    """A turn of each, by its name: images per second. `decoders`: with how many workers ours decodes."""
+    photos, workers = str(folder / "photos"), decoders["pillow"]
+
+    def of_script(precision: str) -> Callable[[], float]:
+        return lambda: script_alone(photos, workers, precision, size, batch, steps, device)
+
+    def of_ours(precision: str, decoder: str) -> Callable[[], float]:
+        return lambda: ours(folder, decoders[decoder], precision, decoder, device)
+
+    found = {LOADER: of_script("")}
+    for precision in PRECISIONS:
+        found[f"script, {precision}"] = of_script(precision)
+        found |= {f"ddp train, {precision}, {decoder}": of_ours(precision, decoder) for decoder in decoders}
+    return found
+
+
+def _results(turns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """What the turns so far say."""
     speeds = {name: round(median(each), 1) for name, each in turns.items()}
-    best = {each: max(speeds[f"ddp train, {each}, {decoder}"] for decoder in decoders) for each in PRECISIONS}
-    fastest = max(speeds[f"script, {each}"] for each in PRECISIONS)
-    results = {
+    best = {
+        precision: max(
+            (speed for name, speed in speeds.items() if name.startswith(f"ddp train, {precision}")), default=0
+        )
+        for precision in PRECISIONS
+    }
+    scripts = {each: speeds[f"script, {each}"] for each in PRECISIONS if f"script, {each}" in speeds}
+    return {
         "images_per_second": speeds,
-        "workers": workers,
-        "loader_by_workers": {str(count): round(speed, 1) for count, speed in tried.items()},
         "tf32 of the script": {
             "convolutions": torch.backends.cudnn.allow_tf32,
             "products": torch.backends.cuda.matmul.allow_tf32,
         },
         "ratio to the script in the same precision": {
-            each: round(best[each] / speeds[f"script, {each}"], 2) for each in PRECISIONS
+            each: round(best[each] / speed, 2) for each, speed in scripts.items()
         },
-        "ratio of the fastest": round(max(best.values()) / fastest, 2),
-        "ratio to the script in fp32": round(max(best.values()) / speeds["script, fp32"], 2),
+        "ratio of the fastest": round(max(best.values()) / max(scripts.values(), default=math.inf), 2),
+        "ratio to the script in fp32": round(max(best.values()) / scripts.get("fp32", math.inf), 2),
         "goals": GOALS,
-        "turns": turns,
+        "turns": dict(turns),
     }
-    print(json.dumps({name: value for name, value in results.items() if name != "turns"}, indent=2))
-    command = "python -m benchmarks.gpu_files"
-    print(f"recorded in {record('gpu_files', command, results, options.json, rounds)}")
 
 
 if __name__ == "__main__":

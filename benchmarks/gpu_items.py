@@ -136,7 +136,7 @@ class Speed:
             return _failed(ended)
         found = json.loads((scratch / "found.json").read_text()) if main is _article else gpu.figures(scratch)
         if self.traced:
-            gpu.keep_trace(scratch, setting.folder / "gpu-trace.json.gz")
+            gpu.keep_trace(scratch, setting.folder / gpu.TRACE)
         return {"outcome": "done", "case": self.case, **found}
 
 

@@ -100,7 +100,13 @@ def by_item(lines: Iterable[Line], head: Mapping[str, Any]) -> dict[str, Line]:
     return {line["item"]: line for line in lines if key(line) == wanted}
 
 
+def newest_first(lines: Iterable[Line]) -> list[dict[str, Line]]:
+    """The last line of each item, for each commit and place, that recorded last first; nothing of a stand-in."""
+    kept = sorted((line for line in lines if not line["stand_in"]), key=lambda line: str(line["date"]))
+    last = {key(line): line for line in reversed(kept)}
+    return [by_item(kept, head) for head in last.values()]
+
+
 def newest(lines: Iterable[Line]) -> dict[str, Line]:
     """The last line of each item, of the commit and place that were recorded last; none where nothing is."""
-    kept = sorted((line for line in lines if not line["stand_in"]), key=lambda line: str(line["date"]))
-    return by_item(kept, kept[-1]) if kept else {}
+    return next(iter(newest_first(lines)), {})

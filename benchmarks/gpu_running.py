@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_lines, gpu_runs
+from benchmarks.gpu import TRACE
 from benchmarks.gpu_items import CUT_OFF, Collection, Item, Place, Setting, items_of_tests, trainings_and_speeds
 from benchmarks.record import RESULTS
 from ddp_core.base.errors import ExitCode
@@ -145,7 +146,7 @@ def merge(folders: Iterable[Path]) -> int:
         return _refused(f"no {gpu_lines.NAME} in {', '.join(absent)}", ExitCode.BAD_INPUT)
     count = gpu_lines.merge(folder / gpu_lines.NAME for folder in folders)
     for folder in folders:
-        if (trace := folder / "gpu-trace.json.gz").exists() and count:
+        if (trace := folder / TRACE).exists() and count:
             shutil.copy(trace, RESULTS / trace.name)
     print(f"gpu-check: {count} new lines in {gpu_lines.KEPT}; {gpu_runs.PAGE} is written. The README's lines:")
     gpu_runs.main()

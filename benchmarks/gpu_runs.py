@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.gpu import ARTICLE, summary_of
-from benchmarks.gpu_lines import NAME, Line, newest, read
+from benchmarks.gpu import ARTICLE, TRACE, TRACED, summary_of
+from benchmarks.gpu_lines import NAME, Line, newest, newest_first, read
+from benchmarks.gpu_trace import idle_in_words
 from benchmarks.record import RESULTS, is_stand_in
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "gpu-runs.md"
@@ -76,6 +78,12 @@ def _benchmark(lines: Lines, path: Path) -> str:
     return f"`make bench-gpu` {on}: {record['results']['summary']}."
 
 
+def what_was_timed(folder: Path = RESULTS) -> str:
+    """The fastest contender that `make gpu-check` has timed, in words; nothing where it has timed none."""
+    speeds = _speeds(newest(read(folder / NAME)))
+    return summary_of(speeds) if speeds else ""
+
+
 def _on(found: list[Line]) -> str:
     last = max(found, key=lambda line: str(line["date"]))
     on, changed = last["on"], ", with changes" if last["dirty"] else ""
@@ -96,11 +104,13 @@ def _unlike(lines: Lines) -> list[tuple[str, str]]:
     return [(line["group"], line["way"]) for line in _exact(lines) if line["digest"] != wanted[line["group"]]]
 
 
-def between_marks(lines: Lines) -> str:
-    """What stands between the marks of the page."""
+def between_marks(folder: Path = RESULTS) -> str:
+    """What stands between the marks of the page, from the records in `folder`."""
+    lines, *before = newest_first(read(folder / NAME)) or [{}]
     if not lines:
         return "Nothing has run on a GPU yet.\n"
-    return "\n".join([*_head(lines), *_digest_table(lines), *_speed_table(lines), *_test_list(lines)]) + "\n"
+    parts = [_head(lines), _digest_table(lines), _speed_table(lines), _trace(folder / TRACE), _test_list(lines)]
+    return "\n".join([*itertools.chain(*parts), *_earlier(before)]) + "\n"
 
 
 def _head(lines: Lines) -> Iterator[str]:
@@ -137,6 +147,18 @@ def _speed_table(lines: Lines) -> Iterator[str]:
             yield from ("", f"The article's loop has what torch does by default: {', '.join(kinds)}.")
 
 
+def _trace(path: Path) -> Iterator[str]:
+    if path.exists():
+        yield from ("", f"In a trace of three steps ({TRACED}): {idle_in_words(path)}.")
+
+
+def _earlier(commits: Sequence[Lines]) -> Iterator[str]:
+    if commits:
+        yield from ("", "Before it:", "")
+    for lines in commits:
+        yield f"- {_digests(lines)} {_tests(lines)}"
+
+
 def _test_list(lines: Lines) -> Iterator[str]:
     yield from ("", _tests(lines))
     said = [(item, line) for item, line in lines.items() if line["outcome"] == "failed"]
@@ -149,7 +171,7 @@ def write() -> None:
     """Write the page's part that comes from the records."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{between_marks(newest(read(RESULTS / NAME)))}\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}\n\n{between_marks()}\n{END}{after}")
 
 
 def main() -> None:

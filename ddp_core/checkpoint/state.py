@@ -152,7 +152,7 @@ class Snapshots:
 
     CUDA tensors are copied to pinned memory while the host goes on; `ready()` waits for these copies, in any thread.
     CUDA tensors that only an update changes are copied on streams of their own, beside the training; `let_change()`
-    makes the training stream wait for these copies on the device. Not run on a GPU yet.
+    makes the training stream wait for these copies on the device.
     """
 
     def __init__(self) -> None:

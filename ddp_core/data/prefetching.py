@@ -218,7 +218,7 @@ def brought_ahead(
     `gather` gives the micro-batches of a step, and `finish` makes one of them ready on the device. Copies and `finish`
     run on a stream of their own. When a step is yielded, the current stream waits for it on the device; the host does
     not. Where a step is larger than LARGEST_STEP, for example because it has many micro-batches, each micro-batch is
-    copied and finished when it is taken. Not run on a GPU yet.
+    copied and finished when it is taken.
 
     Memory is reused only when nothing reads it any more. Pinned memory comes from torch's allocator, which keeps a
     block until the copies from it are done (ATen/core/CachingHostAllocator.h: `record_event`, called by

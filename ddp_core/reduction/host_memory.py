@@ -20,7 +20,6 @@ class ThroughHost:
 
     The members' subtrees are copied to the host, sent and added up there, and the sum is copied back. An addition of
     two numbers has the same bits on the host and on the device. Tensors that are on the host already are passed on.
-    Not run on a GPU yet.
     """
 
     def __init__(self, exchange: WholeExchange) -> None:
@@ -79,7 +78,7 @@ class _Copied:
 
 
 class PartsThroughHost:
-    """`Parts` for tensors of a device, made of those for host memory, as `ThroughHost` is. Not run on a GPU yet."""
+    """`Parts` for tensors of a device, made of those for host memory, as `ThroughHost` is."""
 
     def __init__(self, parts: PartsInTwoLevels) -> None:
         self._parts = parts

@@ -22,8 +22,7 @@ class StepClock(StepObserver):
     A lap costs about 0.2 microseconds, on CUDA a few.
 
     On CUDA the host only launches kernels, and runs ahead of them. So a lap there begins and ends with an event, which
-    the device records when it comes to it; its time is read after a later step, and nothing waits for the device. Not
-    run on a GPU yet.
+    the device records when it comes to it; its time is read after a later step, and nothing waits for the device.
 
     Communication that runs while backward computes takes no time of its own. Exposed communication begins when the last
     gradient is done. The model's first parameter is the last to get a gradient, so a hook on that parameter notes the

@@ -50,7 +50,7 @@ class DataParallelTrainer(Trainer):
 
     On CUDA the replicas are dealt to the devices in turn, so several may share a device. No thread chooses a stream:
     all of a device's work is queued on its default stream, whichever thread queues it, and torch makes a copy between
-    two devices wait for the default streams of both. Not run on a GPU yet.
+    two devices wait for the default streams of both. Not run on two GPUs yet.
     """
 
     def __init__(self, job: Job) -> None:

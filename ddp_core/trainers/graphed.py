@@ -35,10 +35,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs, which share their memory: they must be replayed in the sequence of their recording.
-
-    Not run on a GPU yet.
-    """
+    """Records CUDA graphs, which share their memory: they must be replayed in the sequence of their recording."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

@@ -31,7 +31,7 @@ class StepLosses:
 
     On the CPU one sum carries the losses and the requests to stop. On CUDA the losses stay on the device until `read`,
     so that the loop need not wait for the device in every step. There a second sum, of a CPU tensor over gloo, carries
-    the requests, so that every rank follows them at the end of the same step. Not run on a GPU yet.
+    the requests, so that every rank follows them at the end of the same step.
     """
 
     def __init__(self, collectives: Collectives, micro_batches: int) -> None:

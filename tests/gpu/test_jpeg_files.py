@@ -15,7 +15,7 @@ from ddp_core.base.torchvision_import import import_torchvision
 from ddp_core.data.image_folder import image_folder
 from ddp_core.data.loader import Loader
 from tests.core.data.test_nvjpeg import EXPERIMENT, write_photos
-from tests.support.commands import train
+from tests.support.commands import ddp, trained
 from tests.support.standin_cuda.installing import VARIABLE
 
 pytestmark = [
@@ -66,9 +66,14 @@ def test_its_pixels_are_near_those_of_pillow(tmp_path: Path) -> None:
 def test_one_process_and_two_ranks_with_workers_have_one_digest(tmp_path: Path) -> None:
     write_photos(tmp_path / "mine", count=40)
     (tmp_path / "photographs.py").write_text(EXPERIMENT)
-    words = [str(tmp_path / "photographs.py"), "--data-dir", str(tmp_path), "--device", "cuda"]
-    alone = train(tmp_path / "alone", *words)
-    two = train(tmp_path / "two", *words, "--workers", "2", "--backend", "gloo", ranks=2)
+    ranks = ["--layout", "ddp", "--nproc-per-node", "2", "--backend", "gloo", "--workers", "2"]
+    records = []
+    for name, layout in (("alone", []), ("two", ranks)):
+        words = ["--data-dir", str(tmp_path), "--device", "cuda", "--output", str(tmp_path / name), *layout]
+        ended = ddp("train", str(tmp_path / "photographs.py"), *words, timeout=200)
+        assert ended.code == 0, ended.output + ended.errors
+        records.append(trained(tmp_path / name)[1])
+    alone, two = records
     assert two["weights_sha256"] == alone["weights_sha256"]
     assert two["result"]["test_loss"] == alone["result"]["test_loss"]
 

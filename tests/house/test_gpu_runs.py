@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import ARTICLE
-from benchmarks.gpu_lines import NAME, append, newest, read
+from benchmarks.gpu_lines import NAME, append
 from benchmarks.gpu_runs import BEGIN, END, PAGE, between_marks, what_ran
-from benchmarks.record import RESULTS, record
+from benchmarks.record import record
 from tests.gpu.test_page import SMALL, lines
 from tests.support.commands import ROOT, command
 from tests.support.standin_cuda import NAME as PLAYED
@@ -19,6 +19,7 @@ from tests.support.standin_cuda import NAME as PLAYED
 ON = {"device": "NVIDIA H100", "devices": 2, "multiprocessors": 132, "driver": "580.1", "torch": "2.13.0+cu130"}
 HEAD = {"commit": "0123456789abcdef", "dirty": True, "on": ON, "stand_in": False}
 TESTS = {"a": "passed", "b": "passed", "c": "failed", "d": "skipped"}
+SWITCHES = {"tf32": {"conv": "tf32", "matmul": "none"}}
 WAYS = {"single": "11", "ddp x 2": "11", "dp x 1": "22"}
 BENCHMARK: dict[str, Any] = {
     "date": "2026-12-01T10:00:00Z",
@@ -44,7 +45,7 @@ def recorded(tmp_path: Path) -> Path:
         said = ["needs 2 CUDA device(s), torch finds 1"] if outcome == "skipped" else ["E assert 1 == 2"]
         append(file, HEAD, line(item=f"tests/gpu/x.py::{name}", outcome=outcome, said=said))
     for case, speed in ((ARTICLE, 100.0), ("exact bf16", 250.0)):
-        append(file, HEAD, line(item=f"images/s: {case}", case=case, images_per_second=speed))
+        append(file, HEAD, line(item=f"images/s: {case}", case=case, images_per_second=speed, switches=SWITCHES))
     append(file, HEAD | {"stand_in": True}, line(item="tests/gpu/x.py::c", outcome="passed", date="2027-01-01"))
     (tmp_path / "gpu.json").write_text(json.dumps(BENCHMARK))
     return tmp_path
@@ -87,17 +88,18 @@ def test_records_in_words(tmp_path: Path, recorded: Path) -> None:
 
 
 def test_the_page_has_a_table_of_each_kind(recorded: Path) -> None:
-    text = between_marks(newest(read(recorded / NAME)))
+    text = between_marks(recorded)
     assert "| exact fp32: ddp x 2 | `11` | as one process |" in text
     assert "| exact fp32: dp x 1 | `22` | other bits |" in text
     assert "| plain fp32: single | `33` | - |" in text
     assert "| exact bf16 | 250 | 2.50 |" in text
     assert "- tests/gpu/x.py::c: `E assert 1 == 2`" in text
+    assert "Before it:\n\n- `make gpu-check` has not run on a GPU yet. `make test-gpu` ran on 2 x NVIDIA H100" in text
+    assert "The article's loop has what torch does by default: convolutions in TF32, other products in float32." in text
 
 
 def test_the_page_is_of_the_committed_records() -> None:
-    wanted = between_marks(newest(read(RESULTS / NAME)))
-    assert f"{BEGIN}\n\n{wanted}\n{END}" in PAGE.read_text()
+    assert f"{BEGIN}\n\n{between_marks()}\n{END}" in PAGE.read_text()
 
 
 def test_what_a_stand_in_for_cuda_did_is_no_record_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
