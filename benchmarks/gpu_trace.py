@@ -26,7 +26,8 @@ def gaps(path: Path) -> tuple[float, list[float]]:
     for event in events:
         if event.get("cat") in _WORK:
             streams.setdefault(event["args"]["stream"], []).append((event["ts"], event["ts"] + event["dur"]))
-    work = sorted(max(streams.values(), key=lambda each: len(each)))
+    busiest = max(streams, key=lambda stream: len(streams[stream]))
+    work = sorted(streams[busiest])
     began = end = work[0][0]
     found = []
     for start, stop in work:
