@@ -18,11 +18,11 @@ import json
 import math
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,10 +36,13 @@ from torch.utils.data import DataLoader
 from benchmarks.gpu import figures
 from benchmarks.loops import CLASSES, SETTINGS
 from benchmarks.record import record
+from ddp_core.base.errors import ExitCode
 from ddp_core.base.torchvision_import import import_torchvision
 from ddp_core.model.builders import MODELS
+from tests.support import ranks
 
 LOADER = "the script's loader alone"
+_LONGEST_TURN = 300.0
 GOALS = {"in the same precision": 2.5, "over all": 5.0}
 PRECISIONS = {"fp32": [], "bf16": ["precision=bf16", "memory_format=channels_last"]}
 DECODERS = {"pillow": [], "nvjpeg": ["data.decoder=nvjpeg"]}
@@ -120,9 +123,18 @@ def script(folder: str, workers: int, precision: str, size: int, batch: int, ste
     return batch * (steps - skipped) / (time.perf_counter() - began)
 
 
+def _script(words: Sequence[str]) -> int:
+    found, *arguments = json.loads(words[0])
+    Path(found).write_text(json.dumps(script(*arguments)))
+    return ExitCode.DONE
+
+
 def script_alone(*arguments: Any) -> float:
     """`script` in a process of its own."""
-    return float(_run("-c", f"from benchmarks.gpu_files import script; print(script{arguments})"))
+    with tempfile.TemporaryDirectory(prefix="ddp-gpu-files-") as output:
+        found = Path(output, "found.json")
+        _run([json.dumps([str(found), *arguments])], Path(output), _script)
+        return float(found.read_text())
 
 
 def ours(folder: Path, workers: int, precision: str, decoder: str, device: str) -> float:
@@ -131,69 +143,65 @@ def ours(folder: Path, workers: int, precision: str, decoder: str, device: str) 
     settings = [word for setting in chosen for word in ("--set", setting)]
     with tempfile.TemporaryDirectory(prefix="ddp-gpu-files-") as output:
         place = ["--output", output, "--data-dir", str(folder), "--device", device, "--workers", str(workers)]
-        _run("-m", "ddp_core", "train", str(folder / "resnet18_files.py"), *place, *settings)
+        _run(["train", str(folder / "resnet18_files.py"), *place, *settings], Path(output), ranks.ddp)
         return float(figures(Path(output))["images_per_second"])
 
 
-def _run(*words: str) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)}\nended with {done.returncode}: {done.stderr.strip()}")
-    return done.stdout
+def _run(words: Sequence[str], output: Path, main: ranks.Main) -> None:
+    ended = ranks.launch(words, 0, output / "said", _LONGEST_TURN, main)
+    if ended.code != ExitCode.DONE:
+        raise RuntimeError(f"{' '.join(words)}: ended with {ended.code}: {ended.said.strip()[-500:]}")
 
 
-def main() -> None:
-    """Measure and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=8192)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one round with small images on the CPU")
-    parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
-    options = parser.parse_args()
-    if not options.quick and not torch.cuda.is_available():
-        print("benchmarks.gpu_files: torch finds no CUDA device; --quick shows that it runs", file=sys.stderr)
-        raise SystemExit(4)
-    device, size, batch, steps = ("cpu", 32, 8, 6) if options.quick else ("cuda", 224, 256, options.steps)
-    cores, rounds = len(os.sched_getaffinity(0)), 1 if options.quick else options.rounds
-    counts = [1] if options.quick else sorted({max(1, cores // 2), max(1, cores - 2), cores, cores + cores // 2})
-    with tempfile.TemporaryDirectory(prefix="ddp-gpu-files-") as scratch:
-        folder = Path(scratch)
-        make_photos(folder / "photos", 64 if options.quick else options.images)
-        text = EXPERIMENT.format(classes=CLASSES, size=size, batch=batch, steps=steps)
-        (folder / "resnet18_files.py").write_text(text)
-        photos = str(folder / "photos")
-        tried = {
-            count: round(script_alone(photos, count, "", size, batch, max(2, steps // 2), device), 1)
-            for count in counts
-        }
-        workers = max(tried, key=lambda count: tried[count])
-        # A CPU has no nvJPEG.
-        decoders = {"pillow": workers} if options.quick else {"pillow": workers, "nvjpeg": 0}
-        turns: dict[str, list[float]] = {}
-        for _ in range(rounds):
-            for name, take in _contenders(folder, decoders, size, batch, steps, device).items():
-                turns.setdefault(name, []).append(take())
-                print(f"{name:28} {turns[name][-1]:9.0f} images/s", flush=True)
-                # After each turn: where the machine is taken away, what was measured stays.
-                results = _results(turns) | {"workers": workers, "loader_by_workers": tried}
-                target = record("gpu_files", "python -m benchmarks.gpu_files", results, options.json, rounds)
-    print(json.dumps({name: value for name, value in results.items() if name != "turns"}, indent=2))
-    print(f"recorded in {target}")
+@dataclass(frozen=True)
+class Size:
+    """How much a turn computes."""
+
+    device: str = "cuda"
+    image: int = 224
+    batch: int = 256
+    steps: int = 100
+    photos: int = 8192
 
 
-def _contenders(
-    folder: Path, decoders: Mapping[str, int], size: int, batch: int, steps: int, device: str
-) -> dict[str, Callable[[], float]]:
+QUICK = Size("cpu", 32, 8, 6, 64)
+
+
+def measure(folder: Path, size: Size, rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """After each turn the contender's name and the results so far; photographs are made in `folder`.
+
+    Turns are forks of this process, in which CUDA must not have started.
+    """
+    cores = len(os.sched_getaffinity(0))
+    on_gpu = size.device == "cuda"
+    counts = sorted({max(1, cores // 2), max(1, cores - 2), cores, cores + cores // 2}) if on_gpu else [1]
+    make_photos(folder / "photos", size.photos)
+    text = EXPERIMENT.format(classes=CLASSES, size=size.image, batch=size.batch, steps=size.steps)
+    (folder / "resnet18_files.py").write_text(text)
+    few = max(2, size.steps // 2)
+    tried = {
+        count: round(script_alone(str(folder / "photos"), count, "", size.image, size.batch, few, size.device), 1)
+        for count in counts
+    }
+    workers = max(tried, key=lambda count: tried[count])
+    # A CPU has no nvJPEG.
+    decoders = {"pillow": workers, "nvjpeg": 0} if on_gpu else {"pillow": workers}
+    turns: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name, take in _contenders(folder, decoders, size).items():
+            turns.setdefault(name, []).append(take())
+            yield name, _results(turns) | {"workers": workers, "loader_by_workers": tried}
+
+
+def _contenders(folder: Path, decoders: Mapping[str, int], size: Size) -> dict[str, Callable[[], float]]:
     """A turn of each, by its name: images per second. `decoders`: with how many workers ours decodes."""
     photos, workers = str(folder / "photos"), decoders["pillow"]
 
     def of_script(precision: str) -> Callable[[], float]:
-        return lambda: script_alone(photos, workers, precision, size, batch, steps, device)
+        return lambda: script_alone(photos, workers, precision, size.image, size.batch, size.steps, size.device)
 
     def of_ours(precision: str, decoder: str) -> Callable[[], float]:
-        return lambda: ours(folder, decoders[decoder], precision, decoder, device)
+        return lambda: ours(folder, decoders[decoder], precision, decoder, size.device)
 
     found = {LOADER: of_script("")}
     for precision in PRECISIONS:
@@ -226,6 +234,32 @@ def _results(turns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         "goals": GOALS,
         "turns": dict(turns),
     }
+
+
+def main() -> None:
+    """Measure and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=Size.photos)
+    parser.add_argument("--steps", type=int, default=Size.steps)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round with small images on the CPU")
+    parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
+    options = parser.parse_args()
+    # Otherwise the question whether there is a device starts CUDA, and this process could not fork turns.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    if not options.quick and not torch.cuda.is_available():
+        print("benchmarks.gpu_files: torch finds no CUDA device; --quick shows that it runs", file=sys.stderr)
+        raise SystemExit(4)
+    size = QUICK if options.quick else Size(steps=options.steps, photos=options.images)
+    rounds = 1 if options.quick else options.rounds
+    ranks.load()
+    with tempfile.TemporaryDirectory(prefix="ddp-gpu-files-") as scratch:
+        for name, results in measure(Path(scratch), size, rounds):
+            print(f"{name:28} {results['turns'][name][-1]:9.0f} images/s", flush=True)
+            # After each turn: where the machine is taken away, what was measured stays.
+            target = record("gpu_files", "python -m benchmarks.gpu_files", results, options.json, rounds)
+    print(json.dumps({name: value for name, value in results.items() if name != "turns"}, indent=2))
+    print(f"recorded in {target}")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks import gpu
-from benchmarks.gpu_lines import HEAD, LINES, NAME, place
+from benchmarks import gpu, gpu_files
+from benchmarks.gpu_lines import HEAD, LINES, NAME, append, place
 from ddp_core.base.errors import ExitCode
 from ddp_core.config.layout import SHARD_MODES
 from tests.support import ranks
@@ -150,6 +150,26 @@ def _article(words: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
+class Files:
+    """Images per second of the contenders of benchmarks.gpu_files. Each turn has a line as soon as it has ended."""
+
+    part: str
+    name: str = "from files"
+    seconds: float = 240.0
+    is_alone: bool = True
+
+    def run(self, setting: Setting, scratch: Path, seconds: float) -> dict[str, Any]:
+        """Take one turn of each."""
+        size = gpu_files.QUICK if setting.quick else gpu_files.Size(steps=50, photos=4096)
+        results: dict[str, Any] = {}
+        for case, results in gpu_files.measure(scratch, size, rounds=1):
+            found = {"case": case, "images_per_second": results["images_per_second"][case]}
+            line = {"item": f"{self.name}: {case}", "part": self.part, "outcome": "done", **found}
+            append(setting.folder / NAME, setting.head, line)
+        return {"outcome": "done", "workers": results["workers"], "loader_by_workers": results["loader_by_workers"]}
+
+
+@dataclass(frozen=True)
 class GpuTest:
     """A test of tests/gpu. It appends its own line (tests/gpu/conftest.py)."""
 
@@ -233,7 +253,7 @@ def trainings_and_speeds() -> list[Item]:
     items += [_digest(digests, "plain fp32", way) for way in most]
     speeds = "b: images/s"
     items += [Speed(speeds, case) for case in (gpu.ARTICLE, *gpu.CASES)]
-    items += [Speed(speeds, gpu.TRACED, traced=True)]
+    items += [Speed(speeds, gpu.TRACED, traced=True), Files(speeds)]
     return [*items, *_further_digests("c: more digests")]
 
 

@@ -69,7 +69,7 @@ def _benchmark(lines: Lines, path: Path) -> str:
     """From the benchmark's own record, or from the same contenders in `make gpu-check`."""
     record = json.loads(path.read_text()) if path.exists() else None
     if record is None or is_stand_in(record["machine"]):
-        timed = [line for line in lines.values() if "images_per_second" in line]
+        timed = [line for item, line in lines.items() if item.startswith("images/s: ")]
         if not timed:
             return f"`make bench-gpu` {_NOT_YET}."
         return f"`make gpu-check` {_on(timed)}: {summary_of(_speeds(lines))}."
@@ -109,7 +109,14 @@ def between_marks(folder: Path = RESULTS) -> str:
     lines, *before = newest_first(read(folder / NAME)) or [{}]
     if not lines:
         return "Nothing has run on a GPU yet.\n"
-    parts = [_head(lines), _digest_table(lines), _speed_table(lines), _trace(folder / TRACE), _test_list(lines)]
+    parts = [
+        _head(lines),
+        _digest_table(lines),
+        _speed_table(lines),
+        _files_table(lines),
+        _trace(folder / TRACE),
+        _test_list(lines),
+    ]
     return "\n".join([*itertools.chain(*parts), *_earlier(before)]) + "\n"
 
 
@@ -129,10 +136,9 @@ def _digest_table(lines: Lines) -> Iterator[str]:
             yield f"| {item} | `{line['digest'][:16]}` | {said} |"
 
 
-def _speeds(lines: Lines) -> dict[str, float]:
-    """Images per second by contender. A turn that was traced is none."""
-    timed = (line for item, line in lines.items() if "images_per_second" in line and not item.startswith("trace"))
-    return {line["case"]: line["images_per_second"] for line in timed}
+def _speeds(lines: Lines, of: str = "images/s: ") -> dict[str, float]:
+    """Images per second by contender, of the items whose names begin so."""
+    return {line["case"]: line["images_per_second"] for item, line in lines.items() if item.startswith(of)}
 
 
 def _speed_table(lines: Lines) -> Iterator[str]:
@@ -145,6 +151,15 @@ def _speed_table(lines: Lines) -> Iterator[str]:
         if tf32 := line.get("switches", {}).get("tf32"):
             kinds = (f"{kind} in {'TF32' if tf32[of] == 'tf32' else 'float32'}" for kind, of in _PRODUCTS.items())
             yield from ("", f"The article's loop has what torch does by default: {', '.join(kinds)}.")
+
+
+def _files_table(lines: Lines) -> Iterator[str]:
+    speeds = _speeds(lines, "from files: ")
+    if speeds:
+        yield from ("", "| ResNet-18 from JPEG files | images/s | of the script in float32 |", "|---|---|---|")
+    base = speeds.get("script, fp32")
+    for case, speed in speeds.items():
+        yield f"| {case} | {speed:.0f} | {f'{speed / base:.2f}' if base else '-'} |"
 
 
 def _trace(path: Path) -> Iterator[str]:
