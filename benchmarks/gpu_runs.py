@@ -69,7 +69,7 @@ def _benchmark(lines: Lines, path: Path) -> str:
     """From the benchmark's own record, or from the same contenders in `make gpu-check`."""
     record = json.loads(path.read_text()) if path.exists() else None
     if record is None or is_stand_in(record["machine"]):
-        timed = [line for item, line in lines.items() if item.startswith("images/s: ")]
+        timed = [line for line in lines.values() if "images_per_second" in line]
         if not timed:
             return f"`make bench-gpu` {_NOT_YET}."
         return f"`make gpu-check` {_on(timed)}: {summary_of(_speeds(lines))}."
@@ -109,14 +109,8 @@ def between_marks(folder: Path = RESULTS) -> str:
     lines, *before = newest_first(read(folder / NAME)) or [{}]
     if not lines:
         return "Nothing has run on a GPU yet.\n"
-    parts = [
-        _head(lines),
-        _digest_table(lines),
-        _speed_table(lines),
-        _files_table(lines),
-        _trace(folder / TRACE),
-        _test_list(lines),
-    ]
+    tables = _digest_table(lines), _speed_table(lines), _files_table(lines)
+    parts = [_head(lines), *tables, _trace(folder / TRACE), _test_list(lines)]
     return "\n".join([*itertools.chain(*parts), *_earlier(before)]) + "\n"
 
 
@@ -137,8 +131,9 @@ def _digest_table(lines: Lines) -> Iterator[str]:
 
 
 def _speeds(lines: Lines, of: str = "images/s: ") -> dict[str, float]:
-    """Images per second by contender, of the items whose names begin so."""
-    return {line["case"]: line["images_per_second"] for item, line in lines.items() if item.startswith(of)}
+    """Images per second by contender, of the items whose names begin so and that came to their end."""
+    timed = (line for item, line in lines.items() if item.startswith(of) and "images_per_second" in line)
+    return {line["case"]: line["images_per_second"] for line in timed}
 
 
 def _speed_table(lines: Lines) -> Iterator[str]:
