@@ -25,6 +25,8 @@ _FILES_AT_ONCE = 64
 """More at a time are not decoded faster (an H200), and the images of all of them lie in the device's memory."""
 _ELEMENTS_AT_ONCE = 1 << 25
 """So many values of images of one size are resized by one call."""
+_LACKING = ("nvJPEG support", "image extension")
+"""In what torchvision says where it was built without nvJPEG, or for another torch."""
 _WAY_OUT = "or let Pillow decode: --set data.decoder=pillow"
 
 
@@ -69,13 +71,19 @@ def _images(paths: Sequence[Path], contents: Sequence[bytes], decode: Decode) ->
         return decode(encoded)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:
+    except RuntimeError as error:
+        if any(words in str(error) for words in _LACKING):
+            raise UserError(
+                f"data image_folder: this torchvision cannot decode on a GPU ({str(error).splitlines()[0]}); take one "
+                f"built for this torch and CUDA, {_WAY_OUT}",
+                ExitCode.RESOURCES,
+            ) from None
         # It does not say which file is meant.
         for path, alone in zip(paths, encoded, strict=True):
             try:
                 decode([alone])
-            except RuntimeError as error:
-                raise _unusable(path, f"be decoded by nvJPEG: {str(error).splitlines()[0]}") from None
+            except RuntimeError as reason:
+                raise _unusable(path, f"be decoded by nvJPEG: {str(reason).splitlines()[0]}") from None
         raise
 
 

@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.torchvision_import import import_torchvision
 from ddp_core.data.image_folder import image_folder
 from ddp_core.data.loader import Loader
 from tests.core.data.test_nvjpeg import EXPERIMENT, write_photos
@@ -83,12 +82,3 @@ def test_a_file_that_nvjpeg_cannot_decode_is_named(tmp_path: Path) -> None:
     Image.new("CMYK", (40, 40)).save(splits.files[7])
     with pytest.raises(UserError, match=f"{splits.files[7]} cannot be decoded by nvJPEG: "):
         Loader(splits.train, device=CUDA).fetch(0, np.arange(12))
-
-
-def test_what_torchvision_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def missing(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG support")
-
-    monkeypatch.setattr(import_torchvision("io"), "decode_jpeg", missing)
-    with pytest.raises(UserError, match="decode_jpegs_cuda: torchvision not compiled with nvJPEG support"):
-        Loader(photos(tmp_path).train, device=CUDA).fetch(0, np.arange(4))

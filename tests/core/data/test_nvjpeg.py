@@ -82,6 +82,19 @@ def test_a_broken_file_is_named(workers: int, damage: str, tmp_path: Path, monke
     assert "\n" not in str(failure.value)
 
 
+def test_a_torchvision_without_nvjpeg_blames_no_file(tmp_path: Path) -> None:
+    def missing(_: list[torch.Tensor]) -> list[torch.Tensor]:
+        raise RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG support\nand a trace")
+
+    write_photos(tmp_path / "mine")
+    splits = image_folder(tmp_path, "mine", test_share=0, decoder="nvjpeg")
+    encoded, _ = splits.train.gather(range(4))  # type: ignore[attr-defined]
+    with pytest.raises(
+        UserError, match=r"^data image_folder: this torchvision cannot decode on a GPU \(decode_.*support\)"
+    ):
+        nvjpeg.decoded(encoded, 18, missing)
+
+
 def test_the_decoder_belongs_to_the_datas_digest(tmp_path: Path) -> None:
     write_photos(tmp_path / "mine")
     pillow, other = (digest_data(image_folder(tmp_path, "mine", decoder=each)) for each in ("pillow", "nvjpeg"))
