@@ -46,6 +46,9 @@ def recorded(tmp_path: Path) -> Path:
         append(file, HEAD, line(item=f"tests/gpu/x.py::{name}", outcome=outcome, said=said))
     for case, speed in ((ARTICLE, 100.0), ("exact bf16", 250.0)):
         append(file, HEAD, line(item=f"images/s: {case}", case=case, images_per_second=speed, switches=SWITCHES))
+    for case, speed in (("script, fp32", 40.0), ("ddp train, bf16, nvjpeg", 120.0)):
+        append(file, HEAD, line(item=f"from files: {case}", case=case, images_per_second=speed))
+    append(file, HEAD, line(item="images/s: cut", outcome="cut off"))
     append(file, HEAD | {"stand_in": True}, line(item="tests/gpu/x.py::c", outcome="passed", date="2027-01-01"))
     (tmp_path / "gpu.json").write_text(json.dumps(BENCHMARK))
     return tmp_path
@@ -93,6 +96,7 @@ def test_the_page_has_a_table_of_each_kind(recorded: Path) -> None:
     assert "| exact fp32: dp x 1 | `22` | other bits |" in text
     assert "| plain fp32: single | `33` | - |" in text
     assert "| exact bf16 | 250 | 2.50 |" in text
+    assert "| ddp train, bf16, nvjpeg | 120 | 3.00 |" in text
     assert "- tests/gpu/x.py::c: `E assert 1 == 2`" in text
     assert "Before it:\n\n- `make gpu-check` has not run on a GPU yet. `make test-gpu` ran on 2 x NVIDIA H100" in text
     assert "The article's loop has what torch does by default: convolutions in TF32, other products in float32." in text
