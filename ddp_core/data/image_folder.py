@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data.augment import crop_and_flip
-from ddp_core.data.nvjpeg import Encoded, decoded, read_jpeg
+from ddp_core.data.nvjpeg import WAY_OUT, Encoded, decoded, read_jpeg
 from ddp_core.data.splits import Splits, Staged, Standardise, stratified
 from ddp_core.sampler import Ids
 
@@ -71,8 +71,7 @@ def image_folder(
     count, stored = len(train), image_size + image_size // 8
     if decoder == "nvjpeg" and (other := [path for path, _ in (*train, *test) if path.lower().endswith(".png")]):
         raise UserError(
-            f"data image_folder: {other[0]} is no JPEG file, and nvJPEG decodes no other; "
-            "convert it, or let Pillow decode: --set data.decoder=pillow"
+            f"data image_folder: {other[0]} is no JPEG file, and nvJPEG decodes no other; convert it, {WAY_OUT}"
         )
     files = ImageFiles if decoder == "pillow" else FilesForTheDevice
     names = np.array([os.fsencode(path) for path, _ in (*train, *test)])
@@ -124,18 +123,21 @@ class ImageFiles(Staged[tuple[Tensor, int]]):
         pixels = torch.empty((len(ids), 3, side, side), dtype=torch.uint8, pin_memory=pin_memory)
         for place, index in zip(pixels, ids, strict=True):
             place.copy_(self._pixels(index))
-        return pixels, torch.tensor(self.labels[np.asarray(ids, dtype=np.int64)])
+        return pixels, self._labels(ids)
 
     def finish(self, inputs: Any) -> Tensor:
         """The images standardised, float32."""
         return self._standardise(inputs)
+
+    def _labels(self, ids: Ids | Sequence[int]) -> Tensor:
+        return torch.tensor(self.labels[np.asarray(ids, dtype=np.int64)])
 
     def _pixels(self, index: int) -> Tensor:
         return _decoded(self.paths[index], self.stored)[:, self.middle, self.middle]
 
 
 class FilesForTheDevice(ImageFiles):
-    """The same, decoded on the GPU that trains: of a micro-batch the host only reads the files."""
+    """Image files that are decoded on the GPU: of a micro-batch, the host only reads the files."""
 
     device_type = "cuda"
 
@@ -145,8 +147,7 @@ class FilesForTheDevice(ImageFiles):
     def gather(self, ids: Ids | Sequence[int], pin_memory: bool = False) -> tuple[Any, Tensor]:
         """The files' contents, and the labels."""
         paths = [self.paths[index] for index in ids]
-        labels = torch.tensor(self.labels[np.asarray(ids, dtype=np.int64)])
-        return Encoded(paths, [read_jpeg(path) for path in paths]), labels
+        return Encoded(paths, [read_jpeg(path) for path in paths]), self._labels(ids)
 
     def finish(self, inputs: Any) -> Tensor:
         """The images decoded and standardised, float32 on the current device."""

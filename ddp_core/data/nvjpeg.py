@@ -26,13 +26,13 @@ _FILES_AT_ONCE = 64
 _ELEMENTS_AT_ONCE = 1 << 25
 """So many values of images of one size are resized by one call."""
 _LACKING = ("nvJPEG support", "image extension")
-"""In what torchvision says where it was built without nvJPEG, or for another torch."""
-_WAY_OUT = "or let Pillow decode: --set data.decoder=pillow"
+"""Words in torchvision's errors that mean: it was built without nvJPEG, or for another torch."""
+WAY_OUT = "or let Pillow decode: --set data.decoder=pillow"
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Files as they were read. It is no tree of tensors, so it stays in the host's memory, where nvJPEG reads it."""
+    """Files as they were read. The loader moves only tensors, so they stay in host memory, where nvJPEG reads them."""
 
     paths: Sequence[Path]
     contents: Sequence[bytes]
@@ -75,7 +75,7 @@ def _images(paths: Sequence[Path], contents: Sequence[bytes], decode: Decode) ->
         if any(words in str(error) for words in _LACKING):
             raise UserError(
                 f"data image_folder: this torchvision cannot decode on a GPU ({str(error).splitlines()[0]}); take one "
-                f"built for this torch and CUDA, {_WAY_OUT}",
+                f"built for this torch and CUDA, {WAY_OUT}",
                 ExitCode.RESOURCES,
             ) from None
         # It does not say which file is meant.
@@ -90,8 +90,8 @@ def _images(paths: Sequence[Path], contents: Sequence[bytes], decode: Decode) ->
 def _by_nvjpeg(encoded: list[Tensor]) -> list[Tensor]:
     io, stream = import_torchvision("io"), torch.cuda.current_stream()
     # torchvision decodes on a stream of its own, into memory whose last reader on this stream it does not wait for
-    # (csrc/io/image/cuda/decode_jpegs_cuda.cpp). Afterwards it may still read `encoded`. The caller is the loader's
-    # thread, ahead of training, so that nobody waits with it.
+    # (csrc/io/image/cuda/decode_jpegs_cuda.cpp). Afterwards it may still read `encoded`. Training does not wait, as
+    # the loader's thread calls this ahead of it; an evaluation and steps that are too large to lie ahead do wait.
     stream.synchronize()
     images: list[Tensor] = io.decode_jpeg(encoded, mode=io.ImageReadMode.RGB, device=stream.device)
     stream.synchronize()
@@ -118,4 +118,4 @@ def _squares(images: Sequence[Tensor], side: int) -> Tensor:
 
 
 def _unusable(path: Path, why: str, code: ExitCode = ExitCode.BAD_INPUT) -> UserError:
-    return UserError(f"data image_folder: {path} cannot {why}; mend or remove it and start anew, {_WAY_OUT}", code)
+    return UserError(f"data image_folder: {path} cannot {why}; mend or remove it and start anew, {WAY_OUT}", code)

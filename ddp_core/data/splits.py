@@ -56,8 +56,8 @@ class Splits:
     `classes` is None for regression. `augmentation` is for training samples only. `digest` is a SHA-256 of the
     content, the same on every rank; it is written to the run's record. Where it is empty, `files`, the files that hold
     the data, are digested by content, together with `made_by`, what makes samples of them where there are several ways;
-    where no files are given either, a sample of the items is digested. `collate` puts the
-    samples of a micro-batch together, where torch's default cannot; a `collate` in the experiment file replaces it.
+    where no files are given either, a sample of the items is digested. `collate` puts the samples of a micro-batch
+    together, where torch's default cannot; a `collate` in the experiment file replaces it.
     """
 
     train: Dataset
@@ -66,8 +66,8 @@ class Splits:
     augmentation: Augmentation | None = None
     digest: str = ""
     files: Sequence[Path] = ()
-    made_by: str = ""
     collate: Collate | None = None
+    made_by: str = ""
 
 
 def as_splits(built: Any, whose: str) -> Splits:

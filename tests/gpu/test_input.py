@@ -1,4 +1,4 @@
-"""The input on a CUDA device: copied and finished ahead, on a stream beside; evaluation; snapshots for checkpoints."""
+"""The input on a CUDA device: copied and finished ahead, on another stream; evaluation; snapshots for checkpoints."""
 
 from __future__ import annotations
 

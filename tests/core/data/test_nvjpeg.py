@@ -21,7 +21,7 @@ from tests.support.commands import command
 
 
 def by_pillow(encoded: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What nvJPEG does, and how it fails."""
+    """The images that Pillow decodes, in the place of nvJPEG; fails with the words of torchvision."""
     images = []
     for content in encoded:
         try:
