@@ -207,6 +207,10 @@ class OnDemand(Sequence[Batch]):
         return OnDemand(taken, self._make) if isinstance(place, slice) else self._make(taken)
 
 
+def _bytes_of(batch: Tree) -> int:
+    return sum(tensor.numel() * max(4, tensor.element_size()) for tensor in tensors_of(batch))
+
+
 def brought_ahead(
     items: Iterable[Item],
     gather: Callable[[Item], Sequence[Tree]],
@@ -218,7 +222,8 @@ def brought_ahead(
     `gather` gives the micro-batches of a step, and `finish` makes one of them ready on the device. Copies and `finish`
     run on a stream of their own. When a step is yielded, the current stream waits for it on the device; the host does
     not. Where a step is larger than LARGEST_STEP, for example because it has many micro-batches, each micro-batch is
-    copied and finished when it is taken.
+    copied and finished when it is taken. How large `finish` makes a micro-batch, for example by decoding files, is
+    known from those before: the first step may lie ahead although it is larger.
 
     Memory is reused only when nothing reads it any more. Pinned memory comes from torch's allocator, which keeps a
     block until the copies from it are done (ATen/core/CachingHostAllocator.h: `record_event`, called by
@@ -227,13 +232,18 @@ def brought_ahead(
     """
     side = torch.cuda.Stream(device)
 
+    largest = 0
+
     def moved(micro_batch: Tree) -> Batch:
-        return finish(map_tensors(lambda tensor: tensor.to(device, non_blocking=True), micro_batch))
+        nonlocal largest
+        finished = finish(map_tensors(lambda tensor: tensor.to(device, non_blocking=True), micro_batch))
+        largest = max(largest, _bytes_of(finished))
+        return finished
 
     def bring(asked: tuple[Item, torch.cuda.Event]) -> tuple[Sequence[Batch], torch.cuda.Event]:
         item, trained = asked
         host: list[Tree] = map_tensors(Tensor.pin_memory, list(gather(item)))
-        if sum(tensor.numel() * max(4, tensor.element_size()) for tensor in tensors_of(host)) > LARGEST_STEP:
+        if max(_bytes_of(host), len(host) * largest) > LARGEST_STEP:
             return OnDemand(host, moved), trained
         # The host may issue many steps before the device has done one. Without this wait, the inputs of all of them
         # would lie in the device's memory.

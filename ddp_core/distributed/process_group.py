@@ -251,7 +251,7 @@ def agreed_backend(store: dist.Store, world: World, device: torch.device, backen
 
     gloo carries CPU tensors, and nccl CUDA tensors. NCCL refuses ranks that share a GPU, so gloo takes its place there.
     `store` is the launch's; `backend` is auto, gloo or nccl. Every rank calls this once. Rank 0 says it where ranks
-    share a GPU. The part for GPUs has not run on one yet.
+    share a GPU. Not run with nccl yet, for which each rank needs a GPU of its own.
 
     Raises UserError (4), on every rank with a GPU, where nccl was asked for and ranks share one, and DistError where a
     rank does not answer within the store's timeout.

@@ -47,5 +47,5 @@ class PlainReduction:
         """Multiply all gradients by max_norm / norm where that is below 1; returns the norm."""
         return nn.utils.clip_grad_norm_(self._parameters, max_norm)
 
-    def close(self) -> None:
-        """Do nothing: this reduction holds nothing that has to be released."""
+    def close(self, waits: bool = True) -> None:
+        """Do nothing: this reduction holds nothing that has to be released, and nothing to wait for."""

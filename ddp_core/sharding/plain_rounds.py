@@ -101,7 +101,7 @@ class PlainRounds:
         clip_gradients_(tensors, norm, max_norm)
         return norm
 
-    def close(self) -> None:
+    def close(self, waits: bool = True) -> None:
         """Do nothing: this holds nothing that has to be released."""
 
     @our_code

@@ -128,11 +128,8 @@ class DistributedTrainer(Trainer):
 
     def drop(self) -> None:
         """Let go of DDP and the reduction."""
-        if isinstance(self.reduction, ExactReduction):
-            # In a live recovery the others wait.
-            self.reduction.close(waits=self.job.makes_room is None)
-        else:
-            self.reduction.close()
+        # In a live recovery the other ranks wait for this one.
+        self.reduction.close(waits=self.job.makes_room is None)
         del self.reduction, self.module
         gc.collect()
 

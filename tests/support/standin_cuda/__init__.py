@@ -11,6 +11,9 @@ that `environment` gives. Whatever such a process records names the device `NAME
 
 from __future__ import annotations
 
+# Before the modules below: where the environment asks for the stand-in, loading torch imports all of them.
+import torch  # noqa: F401
+
 from tests.support.standin_cuda.installing import environment, install
 from tests.support.standin_cuda.world import NAME
 

@@ -23,7 +23,7 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
 
         def load_and_install(module: Any) -> None:
             load(module)
-            from tests.support.standin_cuda import install
+            from tests.support.standin_cuda.installing import install
 
             install(int(os.environ["DDP_STANDIN_CUDA"]))
 
