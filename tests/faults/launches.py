@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +24,8 @@ DOTS = str(Path(__file__).parent / "experiment_files" / "dots.py")
 STEPS_PER_EPOCH = 8
 
 
+HURRY = "hurry"
+"""The file in the output directory of `nodes` after which their micro-batches take no longer than they must."""
 RANK = "ddp-rank-"
 """What `ps` calls a worker, before its rank."""
 
@@ -31,11 +33,12 @@ RANK = "ddp-rank-"
 class Launch:
     """One `ddp` command and everything below it, started in a session of its own.
 
-    Its processes are killed when the `with` block ends. Raises AssertionError if the launch leaves a process behind.
+    Each micro-batch of `dots` takes `pause` seconds longer until the file `hurry` exists. The processes are killed when
+    the `with` block ends. Raises AssertionError if the launch leaves a process behind.
     """
 
-    def __init__(self, *words: str | Path, pause: float = 0.0) -> None:
-        self._context = forked(*words, env={"DOTS_PAUSE": str(pause)})
+    def __init__(self, *words: str | Path, pause: float = 0.0, hurry: Path | None = None) -> None:
+        self._context = forked(*words, env={"DOTS_PAUSE": str(pause), "DOTS_HURRY": str(hurry or "")})
 
     def __enter__(self) -> Self:
         self._process = self._context.__enter__()
@@ -119,16 +122,22 @@ def nodes(
 ) -> Iterator[tuple[list[Launch], Callable[[], Launch], Store]]:
     """Start `count` launches of `ranks` workers each that meet at a rendezvous; `allowed` is their --nnodes.
 
-    Yields the launches, a function that starts one more, and the rendezvous.
+    Yields the launches, a function that starts one more, and the rendezvous. `pause` holds until `to_the_end`.
     """
     with Store(free_port()) as store, contextlib.ExitStack() as stack:
         meeting = ["--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", f"test-{store.port}"]
         full = train_words(output, *words, "--nnodes", allowed or f"1:{count}", *meeting, ranks=ranks)
 
         def start() -> Launch:
-            return stack.enter_context(Launch(*full, pause=pause))
+            return stack.enter_context(Launch(*full, pause=pause, hurry=output / HURRY))
 
         yield [start() for _ in range(count)], start, store
+
+
+def to_the_end(output: Path, launches: Iterable[Launch]) -> list[Ended]:
+    """Let the `launches` of `nodes` below `output` train on without a pause; return how each has ended."""
+    (output / HURRY).touch()
+    return [launch.wait() for launch in launches]
 
 
 class Store:

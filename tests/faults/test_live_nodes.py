@@ -13,15 +13,15 @@ import pytest
 
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.observe.metrics import read_metrics
-from tests.faults.launches import STEPS_PER_EPOCH, Launch, Store, Watch, check_aftermath, nodes, undisturbed
+from tests.faults.launches import STEPS_PER_EPOCH, Launch, Store, Watch, check_aftermath, nodes, to_the_end, undisturbed
 from tests.support.commands import Ended, trained, wait_until
 from tests.support.processes import HANG
 
-EPOCHS = 40
+EPOCHS = 15
 STEPS = EPOCHS * STEPS_PER_EPOCH
 LENGTH = ["--set", f"epochs={EPOCHS}"]
 LIVE = [*LENGTH, "--recovery", "live", "--timeout", "20"]
-PAUSE = 0.004
+PAUSE = 0.04
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +31,10 @@ def digest(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def live_nodes(
-    count: int, output: Path, *words: str, ranks: int = 1, most: int | None = None, pause: float = PAUSE
+    count: int, output: Path, *words: str, ranks: int = 1, most: int | None = None
 ) -> AbstractContextManager[tuple[list[Launch], Callable[[], Launch], Store]]:
     """`nodes`, all of which have come when training begins; `most` may come later."""
-    return nodes(count, output, *words, pause=pause, ranks=ranks, allowed=f"{count}:{most or count}")
+    return nodes(count, output, *words, pause=PAUSE, ranks=ranks, allowed=f"{count}:{most or count}")
 
 
 def node_of(rank: int, launches: Sequence[Launch]) -> Launch:
@@ -85,7 +85,7 @@ def test_a_node_is_lost(tmp_path: Path, digest: str, rank: int) -> None:
         victim.kill()
         wait_for_words(others, "2 ranks go on")
         assert pids(others) == before
-        ended = [launch.wait() for launch in others]
+        ended = to_the_end(tmp_path, others)
     record = check_live(tmp_path, ended, digest)
     assert [attempt["layout"]["nnodes"] for attempt in record["attempts"]] == [3, 2]
     for end in ended:
@@ -105,8 +105,8 @@ def test_two_nodes_are_lost_at_once(tmp_path: Path, digest: str, lost: tuple[int
             victim.kill()
         wait_for_words([other], "1 rank goes on")
         assert pids([other]) == before
-        ended = other.wait()
-    check_live(tmp_path, [ended], digest)
+        ended = to_the_end(tmp_path, [other])
+    check_live(tmp_path, ended, digest)
 
 
 def test_a_worker_of_one_of_two_nodes_is_lost(tmp_path: Path, digest: str) -> None:
@@ -118,7 +118,7 @@ def test_a_worker_of_one_of_two_nodes_is_lost(tmp_path: Path, digest: str) -> No
         victim.kill()
         wait_until(lambda: sum(each.output().count("4 ranks go on") for each in launches) == 1, HANG, "one has joined")
         assert len(before & pids(launches)) == 3
-        ended = [launch.wait() for launch in launches]
+        ended = to_the_end(tmp_path, launches)
     record = check_live(tmp_path, ended, digest)
     shapes = [(each["layout"]["nnodes"], each["layout"]["nproc_per_node"]) for each in record["attempts"]]
     # Where the nodes have unlike numbers of ranks, each rank counts as a node.
@@ -137,7 +137,7 @@ def test_a_node_that_is_asked_to_leave_hands_over(tmp_path: Path, digest: str, r
         left = leaver.wait()
         wait_for_words(others, "2 ranks go on")
         assert pids(others) == before
-        ended = [launch.wait() for launch in others]
+        ended = to_the_end(tmp_path, others)
     assert left.code == 75, left.errors
     assert "this node has left the others, who go on (SIGTERM)" in left.errors
     record = check_live(tmp_path, ended, digest)
@@ -159,7 +159,7 @@ def test_all_nodes_are_asked_to_leave_and_stop_together(tmp_path: Path, digest: 
         assert record["status"] == "stopped"
         assert find_checkpoints(directory.checkpoints)[0].step == watch.step()
         again = [start(), start()]
-        ended = [launch.wait() for launch in again]
+        ended = to_the_end(tmp_path, again)
     check_done(tmp_path, ended, digest)
 
 
@@ -172,7 +172,7 @@ def test_a_node_comes(tmp_path: Path, digest: str) -> None:
         wait_for_words(launches, "3 ranks go on")
         assert pids(launches) == before
         assert len(late.workers()) == 1
-        ended = [launch.wait() for launch in (*launches, late)]
+        ended = to_the_end(tmp_path, (*launches, late))
     record = check_live(tmp_path, ended, digest)
     assert [attempt["layout"]["nnodes"] for attempt in record["attempts"]] == [2, 3]
 
@@ -188,8 +188,8 @@ def test_a_node_comes_to_a_single_one_which_is_lost_then(tmp_path: Path, digest:
         first.kill()
         wait_for_words([late], "1 rank goes on")
         assert pids([late]) == before
-        ended = late.wait()
-    check_live(tmp_path, [ended], digest)
+        ended = to_the_end(tmp_path, [late])
+    check_live(tmp_path, ended, digest)
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_a_node_is_lost_and_another_one_comes(tmp_path: Path, digest: str, rank:
             late = start()
         wait_until(lambda: sum("2 ranks go on" in each.output() for each in (other, late)), HANG, "two ranks")
         assert pids([other]) == before
-        ended = [launch.wait() for launch in (other, late)]
+        ended = to_the_end(tmp_path, (other, late))
     check_live(tmp_path, ended, digest)
 
 
@@ -230,7 +230,7 @@ def test_a_stopped_node_is_taken_for_lost_and_joins_again(tmp_path: Path, digest
         victim.signal_all(signal.SIGCONT)
         wait_for_words(others, "3 ranks go on")
         assert pids(others) == before
-        ended = [launch.wait() for launch in (*others, victim)]
+        ended = to_the_end(tmp_path, (*others, victim))
     check_live(tmp_path, ended, digest)
     assert f"node {rank} (rank {rank}) is lost: nothing comes from it" in ended[0].errors + ended[1].errors
 
@@ -249,7 +249,7 @@ def test_no_rank_is_left_and_all_start_again(tmp_path: Path, digest: str) -> Non
         watch.wait_for_step(10)
         for process in [process for launch in launches for process in launch.workers().values()]:
             process.kill()
-        ended = [launch.wait() for launch in launches]
+        ended = to_the_end(tmp_path, launches)
     check_done(tmp_path, ended, digest)
 
 
@@ -270,7 +270,7 @@ def lose(store: Store, launches: Sequence[Launch]) -> None:
 
 def test_without_the_rendezvous_the_ranks_train_on_and_it_comes_back(tmp_path: Path, digest: str) -> None:
     watch = Watch(tmp_path)
-    with live_nodes(2, tmp_path, *LIVE, most=3, pause=3 * PAUSE) as (launches, start, store):
+    with live_nodes(2, tmp_path, *LIVE, most=3) as (launches, start, store):
         watch.wait_for_step(10)
         before = pids(launches)
         lose(store, launches)
@@ -284,7 +284,7 @@ def test_without_the_rendezvous_the_ranks_train_on_and_it_comes_back(tmp_path: P
         others = [launch for launch in launches if launch is not lost]
         lost.kill()
         wait_for_words(others, "2 ranks go on")
-        ended = [launch.wait() for launch in (*others, late)]
+        ended = to_the_end(tmp_path, (*others, late))
     check_live(tmp_path, ended, digest)
 
 
@@ -294,7 +294,7 @@ def test_the_rendezvous_is_lost_for_good(tmp_path: Path, digest: str) -> None:
     with live_nodes(2, tmp_path, *LIVE) as (launches, _, store):
         watch.wait_for_step(10)
         lose(store, launches)
-        ended = [launch.wait() for launch in launches]
+        ended = to_the_end(tmp_path, launches)
     check_live(tmp_path, ended, digest)
 
 
@@ -314,7 +314,7 @@ def test_a_loss_without_the_rendezvous_lets_all_start_again(tmp_path: Path, dige
         left = [launch for launch in launches if launch is not victim or not is_node]
         wait_until(lambda: all("trying again" in launch.errors() for launch in left), HANG, "all start again")
         store.start()
-        ended = [launch.wait() for launch in (*left, *([start()] if is_node else []))]
+        ended = to_the_end(tmp_path, (*left, *([start()] if is_node else [])))
     check_done(tmp_path, ended, digest)
 
 
@@ -327,5 +327,5 @@ def test_all_stop_when_one_node_is_asked_to_leave_without_the_rendezvous(tmp_pat
         launches[0].signal(signal.SIGTERM)
         assert [launch.wait().code for launch in launches] == [75, 75]
         store.start()
-        ended = [launch.wait() for launch in (start(), start())]
+        ended = to_the_end(tmp_path, (start(), start()))
     check_done(tmp_path, ended, digest)
