@@ -18,6 +18,7 @@ Where RANK and WORLD_SIZE are not set, launchers.py translates what SLURM, MPI a
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import socket
@@ -208,7 +209,8 @@ def missing_nodes(asked: int, came: int) -> UserError:
 def free_port() -> int:
     """A TCP port of this machine on which nothing listens at this moment, for the store of a launch."""
     # Drawn neither from the user's generator nor from one that forked processes have alike.
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+    begin = random.SystemRandom().randrange(len(_PORTS))
+    for port in itertools.chain(_PORTS[begin:], _PORTS[:begin]):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

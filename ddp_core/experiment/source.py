@@ -112,14 +112,18 @@ def _users_modules(loaded: LoadedExperiment, folder: Path) -> Iterator[tuple[str
     # launcher imported, but loads the experiment's file again; the file's module then keeps its first place.
     own = loaded.namespace.get("__name__", "")
     begun = own not in sys.modules
+    packages: dict[str, bool] = {}
     for name, module in list(sys.modules.items()):
         begun = begun or name == own
         if name in (own, "__main__", "__mp_main__"):
             continue
         # A module is installed, too, if its outermost package is: torch writes modules of its own to /tmp. The package
         # is asked first, because that is quick: of a thousand modules, most belong to a few packages.
-        outermost = _file_of(sys.modules.get(name.partition(".")[0]))
-        if outermost is not None and _is_installed(outermost):
+        package = name.partition(".")[0]
+        if package not in packages:
+            outermost = _file_of(sys.modules.get(package))
+            packages[package] = outermost is not None and _is_installed(outermost)
+        if packages[package]:
             continue
         file = _file_of(module)
         if file is None or _is_installed(file):
@@ -138,10 +142,12 @@ def _file_of(module: ModuleType | None) -> str | None:
 
 @cache
 def _is_installed(file: str) -> bool:
-    return any(
-        not _INSTALLED_FOLDERS.isdisjoint(path.parts) or any(map(path.is_relative_to, _installed_folders()))
-        for path in (Path(file), Path(file).resolve())
-    )
+    path = Path(file)
+    return _lies_installed(path) or _lies_installed(path.resolve())
+
+
+def _lies_installed(path: Path) -> bool:
+    return not _INSTALLED_FOLDERS.isdisjoint(path.parts) or any(map(path.is_relative_to, _installed_folders()))
 
 
 @cache

@@ -148,13 +148,9 @@ def _try(optimizer: torch.optim.Optimizer, tried: _Round) -> None:
             whole.step()
         except Exception as error:
             raise _refusal(f"{name} cannot update a parameter in a trial ({_line(error)})") from error
-        if whole.drawn_from() != drawn:
-            raise _refusal(
-                f"{name} draws random numbers in its step, and each rank would draw others for its part than one "
-                "process draws for the whole"
-            )
-        for *_, parameter in _numbered(wholes):
-            for entry, value in whole.state_of(parameter).items():
+        states = {id(parameter): whole.state_of(parameter) for *_, parameter in _numbered(wholes)}
+        for state in states.values():
+            for entry, value in state.items():
                 if not (isinstance(value, Tensor) or _is_number(value)):
                     raise _refusal(
                         f"{name} keeps {entry} of a weight as a {type(value).__name__}, of which no rank can keep its "
@@ -165,17 +161,27 @@ def _try(optimizer: torch.optim.Optimizer, tried: _Round) -> None:
                 trial.step()
             except Exception as error:
                 raise _refusal(f"{name} cannot update a parameter in pieces ({_line(error)})") from error
-            if (what := _difference(whole, trial, wholes, parts)) is not None:
+            if (what := _difference(whole, states, trial, wholes, parts)) is not None:
+                _require_no_draws(whole, drawn)
                 raise _refusal(
                     f"{name} does not treat each element by itself: in pieces {what}, in step {step} of a trial with "
                     f"gradients of about {scale:g}"
                 )
+    _require_no_draws(whole, drawn)
     for group, place, parameter in _numbered(wholes):
         if parameter.numel() and same_values(begun[group][place], parameter.detach()) and not whole.state_of(parameter):
             raise _refusal(
                 f"{name} cannot be tried: {len(tried.gradients)} steps of a copy of it changed no weight of shape "
                 f"{list(parameter.shape)}"
             )
+
+
+def _require_no_draws(whole: Trial, before: list[bytes]) -> None:
+    if whole.drawn_from() != before:
+        raise _refusal(
+            f"{type(whole.optimizer).__name__} draws random numbers in its step, and each rank would draw others for "
+            "its part than one process draws for the whole"
+        )
 
 
 def _copies(
@@ -265,14 +271,23 @@ def _numbered(wholes: list[list[nn.Parameter]]) -> Iterable[tuple[int, int, nn.P
     return ((group, place, whole) for group, members in enumerate(wholes) for place, whole in enumerate(members))
 
 
-def _difference(whole: Trial, trial: Trial, wholes: list[list[nn.Parameter]], parts: Sequence[_Part]) -> str | None:
-    """What has other bits in a rank's trial than in that of the whole; None where nothing has."""
+def _difference(
+    whole: Trial,
+    states: Mapping[int, Mapping[str, Any]],
+    trial: Trial,
+    wholes: list[list[nn.Parameter]],
+    parts: Sequence[_Part],
+) -> str | None:
+    """What has other bits in a rank's trial than in that of the whole; None where nothing has.
+
+    `states`: what the whole's optimizer keeps of each parameter, by the parameter's id.
+    """
     for part in parts:
         entire, owned, tensor = wholes[part.group][part.place], part.owned, part.tensor
         shape = list(entire.shape)
         if not same_values(owned.of_whole(entire.detach()), tensor.detach()[owned.inside]):
             return f"a weight of shape {shape} has other bits"
-        theirs, here = whole.state_of(entire), trial.state_of(tensor)
+        theirs, here = states[id(entire)], trial.state_of(tensor)
         if not (here or tensor.numel()):
             continue
         for name in sorted(theirs.keys() | here.keys()):
@@ -300,12 +315,12 @@ def same_values(one: Any, other: Any) -> bool:
         return isinstance(one, Tensor) and isinstance(other, Tensor) and same_values(one.detach(), other.detach())
     if isinstance(one, Tensor):
         return same_bits(one, other)
+    if _is_number(one):
+        return repr(one) == repr(other)  # since NaN equals nothing
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(same_values(value, other[name]) for name, value in one.items())
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same_values, one, other))
-    if _is_number(one):
-        return repr(one) == repr(other)  # since NaN equals nothing
     return True
 
 
