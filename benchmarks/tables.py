@@ -251,7 +251,7 @@ def costs() -> str:
     fully_sharded = results_of("fully_sharded")
     guard = [100 * each["share"] for each in results_of("guard")["trainings"].values()]
     rows = {
-        "an exact step, W = 2, of a DDP step with the same micro-batches": said(
+        "an exact step on two ranks, of a DDP step with the same micro-batches": said(
             step["plain, same micro-batches"]["wall"]["ratio"]
         ),
         "the same, of a DDP step with one batch per rank": said(step["plain, one batch per rank"]["wall"]["ratio"]),
