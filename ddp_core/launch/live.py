@@ -32,8 +32,8 @@ def with_recovery(request: Request, most_nodes: int) -> Request:
 
     `auto` becomes a restart wherever the workers cannot go on without a lost one, where nobody would be left, and where
     going on is not known to be wanted: with callbacks, which may be told of a step once more, and on GPUs, where it has
-    not run over NCCL. A live one becomes a restart, and the user is told, with shards. Raises UserError (2) where it cannot be
-    had for another reason.
+    not run over NCCL. A live one becomes a restart, and the user is told, with shards. Raises UserError (2) where it
+    cannot be had for another reason.
     """
     layout, options = request.layout, request.options
     if options.recovery == "restart":

@@ -18,7 +18,7 @@ FILES = {
     "test_speed.py": "not bf16 and not tf32",
     "test_steps.py": "",
 }
-"""Which tests of each file: precisions differ in kernels, which nobody plays, and no compiler can follow the stand-in."""
+"""Which tests of each file: nobody plays the kernels in which precisions differ, nor can a compiler follow this."""
 
 
 @pytest.mark.slow
