@@ -42,6 +42,7 @@ BY_DEFINITION = frozenset(
         *("constant_pad_nd", "pad", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "one_hot", "embedding"),
         *("select_backward", "slice_backward", "diagonal_backward", "unfold_backward", "sort", "argsort", "topk"),
         *("unique", "searchsorted", "reshape_as", "scatter", "value_selecting_reduction_backward"),
+        *("_chunk_cat", "split_copy", "split_with_sizes_copy"),
         # True or false, and whole numbers.
         *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not", "isnan"),
         *(
@@ -64,7 +65,10 @@ BY_DEFINITION = frozenset(
         *("neg", "sign", "floor", "ceil", "round", "trunc", "threshold", "threshold_backward", "hardtanh", "relu6"),
     )
     for end in ("", "_")
-)
+) | {
+    # FSDP's own names for what puts sharded parameters and their gradients in the places from which they are sent.
+    *("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "fsdp::chunk_cat", "fsdp::copy_")
+}
 """Operations that only move or compare numbers, or have exact results, and their forms in place."""
 
 _ALIASES = {"aten::multiply": "aten::mul", "aten::divide": "aten::div"}

@@ -53,10 +53,15 @@ def test_native_runs_are_not_looked_at(tmp_path: Path) -> None:
     assert "not known" not in errors_of(tmp_path, "native")
 
 
-@pytest.mark.parametrize("name", ["digits", "toy_mlp"])
-def test_shipped_experiments_use_known_operations_alone(name: str, tmp_path: Path) -> None:
-    words = ("--device", "cpu", "--numerics", "portable", "--set", "max_steps=2", "--output", tmp_path)
-    ended = ddp("train", name, *words)
+SHARDED = ("--layout", "ddp", "--nproc-per-node", "2", "--shard", "parameters")
+
+
+@pytest.mark.parametrize(
+    "words", [("digits",), ("toy_mlp",), ("digits", *SHARDED)], ids=["digits", "toy_mlp", "shards"]
+)
+def test_shipped_experiments_use_known_operations_alone(words: tuple[str, ...], tmp_path: Path) -> None:
+    portable = ("--device", "cpu", "--numerics", "portable", "--set", "max_steps=2", "--output", tmp_path)
+    ended = ddp("train", *words, *portable)
     assert ended.code == 0, ended.errors
     assert "not known" not in ended.output + ended.errors
 
