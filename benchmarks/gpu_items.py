@@ -20,8 +20,6 @@ from tests.support import ranks
 from tests.support.commands import ROOT, trained
 
 LAST_LINES = 12
-CUT_OFF = "cut off"
-"""The outcome of an item that the end of the command has met; any other is final for this commit and place."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ LINES, HEAD = "DDP_GPU_LINES", "DDP_GPU_HEAD"
 """Variables: the file to which tests append their lines, and what each begins with, where that is known already."""
 STAND_IN = "DDP_STANDIN_CUDA"
 """Variable: tests have put a stand-in in the place of CUDA (tests/support/standin_cuda)."""
+CUT_OFF = "cut off"
+"""The outcome of an item that the end of the command has met; any other is final for this commit and place."""
 
 Line = dict[str, Any]
 

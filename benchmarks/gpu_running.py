@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import gpu_lines, gpu_runs
 from benchmarks.gpu import TRACE
-from benchmarks.gpu_items import CUT_OFF, Collection, Item, Place, Setting, items_of_tests, trainings_and_speeds
+from benchmarks.gpu_items import Collection, Item, Place, Setting, items_of_tests, trainings_and_speeds
 from benchmarks.record import RESULTS
 from ddp_core.base.errors import ExitCode
 from ddp_core.record.environment import describe_code
@@ -106,7 +106,7 @@ def _run(setting: Setting, item: Item) -> dict[str, Any]:
         line = {"outcome": "failed", "said": [f"{type(error).__name__}: {error}"]}
     took = time.monotonic() - began
     if line.get("outcome") == "failed" and left < item.seconds and took >= seconds:
-        line["outcome"] = CUT_OFF
+        line["outcome"] = gpu_lines.CUT_OFF
     return line | {"seconds": round(took, 1)} if line else {}
 
 
@@ -136,7 +136,7 @@ def _lines(folder: Path) -> list[gpu_lines.Line]:
 def _done(wanted: Wanted, setting: Setting) -> set[str]:
     """The items that need not run again."""
     lines = {} if wanted.again else gpu_lines.by_item(_lines(wanted.folder), setting.head)
-    return {item for item, line in lines.items() if line["outcome"] != CUT_OFF}
+    return {item for item, line in lines.items() if line["outcome"] != gpu_lines.CUT_OFF}
 
 
 def merge(folders: Iterable[Path]) -> int:

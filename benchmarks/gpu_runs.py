@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.gpu import ARTICLE, TRACE, TRACED, summary_of
-from benchmarks.gpu_lines import NAME, Line, newest, newest_first, read
+from benchmarks.gpu_lines import CUT_OFF, NAME, Line, newest, newest_first, read
 from benchmarks.gpu_trace import idle_in_words
 from benchmarks.record import RESULTS, is_stand_in
 
@@ -175,6 +175,8 @@ def _test_list(lines: Lines) -> Iterator[str]:
     yield from ("", f"Failed: {len(said)}.", *([""] if said else []))
     for item, line in said:
         yield f"- {item}: `{(line.get('said') or ['no word'])[-1].replace('`', '')}`"
+    if cut_off := [item for item, line in lines.items() if line["outcome"] == CUT_OFF]:
+        yield from ("", f"Ended by the limit of the time, so not known: {'; '.join(cut_off)}.")
 
 
 def write() -> None:

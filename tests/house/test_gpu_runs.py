@@ -98,6 +98,7 @@ def test_the_page_has_a_table_of_each_kind(recorded: Path) -> None:
     assert "| exact bf16 | 250 | 2.50 |" in text
     assert "| ddp train, bf16, nvjpeg | 120 | 3.00 |" in text
     assert "- tests/gpu/x.py::c: `E assert 1 == 2`" in text
+    assert "Ended by the limit of the time, so not known: images/s: cut." in text
     assert "Before it:\n\n- `make gpu-check` has not run on a GPU yet. `make test-gpu` ran on 2 x NVIDIA H100" in text
     assert "The article's loop has what torch does by default: convolutions in TF32, other products in float32." in text
 
