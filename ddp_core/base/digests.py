@@ -75,8 +75,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The tensor's content as uint8, on its device: its own memory where that lies in order, else a copy."""
-    flat = tensor.detach().reshape(-1)
+    """The tensor's content, dense, as uint8, on its device: its own memory where that lies in order, else a copy."""
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    flat = dense.detach().resolve_conj().resolve_neg().reshape(-1)
     # Of fewer than two elements a tensor is contiguous with any stride, such as the 0 of an expanded gradient; bytes
     # can be seen with a stride of 1 only.
     in_order = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
@@ -109,7 +110,8 @@ def sums(tensor: Tensor) -> Tensor:
 
 def digest_of_sums(parts: Sequence[Tensor]) -> str:
     """The checksum of tensors, one after the other, from their `sums`."""
-    return hashlib.sha256(torch.cat(list(parts)).cpu().numpy().tobytes()).hexdigest()[:16]
+    content = torch.cat(list(parts)).cpu().numpy().tobytes() if parts else b""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def fast_digest(tensors: Iterable[tuple[str, Tensor]]) -> bytes:

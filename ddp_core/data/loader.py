@@ -40,10 +40,10 @@ _ALIGNMENT = 64
 class Loader:
     """Fetches micro-batches of a data set onto a device, augmented where an augmentation is given.
 
-    Every micro-batch has tensors of its own, never views into larger ones: alignment decides which vector instructions
-    run, and so the last bits. Data sets need `__len__` and `__getitem__(index) -> (inputs, targets)`, two trees of
-    tensors (`ddp_core.data.trees`), or whatever `collate` takes. A data set with `__getitems__(ids)` is asked for a
-    whole micro-batch at once; it returns torch's list of samples, or a tuple of two trees of batch tensors, which
+    The tensors of a micro-batch begin at a multiple of 64 bytes, as torch's own do: alignment decides which vector
+    instructions run, and so the last bits. Data sets need `__len__` and `__getitem__(index) -> (inputs, targets)`, two
+    trees of tensors (`ddp_core.data.trees`), or whatever `collate` takes. A data set with `__getitems__(ids)` is asked
+    for a whole micro-batch at once; it returns torch's list of samples, or a tuple of two trees of batch tensors, which
     leaves nothing to collate. A data set with `set_epoch(epoch)` is told the epoch before each micro-batch, in the
     process that fetches it; held-out samples are always those of epoch 0.
 
@@ -115,7 +115,8 @@ class Loader:
             uniforms = sample_uniforms(self.seed, epoch, ids, self.augmentation.draws)
             if self._device_has_part:
                 return inputs, targets, torch.from_numpy(uniforms)
-            return self.augmentation.apply(self._finish_inputs(inputs), uniforms), targets, None
+            augmented = self.augmentation.apply(self._finish_inputs(inputs), uniforms)
+            return map_tensors(_as_torch_allocates, augmented), targets, None
 
     def finish(self, gathered: Gathered) -> Batch:
         """The device's part: the micro-batch that `gather` began, on whichever device its tensors are now."""
@@ -125,7 +126,7 @@ class Loader:
                 inputs = self._finish_inputs(inputs)
             if self.augmentation is not None and uniforms is not None:
                 inputs = self.augmentation.apply(inputs, uniforms)
-        return inputs, targets
+        return map_tensors(_as_torch_allocates, inputs), targets
 
     def stream(self, wanted: Iterable[StepIds]) -> Generator[Sequence[Batch], None, None]:
         """The micro-batches of each wanted step, in the order in which they are wanted.
@@ -248,4 +249,6 @@ def _as_torch_allocates(tensor: Tensor) -> Tensor:
         return tensor
     # A conjugate that is still to be computed would be lost on the way from a loader process.
     tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
+    # A loader process sends a view with all of its memory, which then begins at a page.
+    offset = tensor.storage_offset() * tensor.element_size()
+    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT or offset % _ALIGNMENT else tensor

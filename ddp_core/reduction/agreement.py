@@ -47,8 +47,9 @@ def require_agreement(
     """Compare with the other ranks of `group` what the bits of a sum depend on; return its ranks, node by node.
 
     A collective. `node` names this rank's node: the same on all its ranks, another on other nodes (None: by the name of
-    its host). Raises ValueError on all ranks, naming the first rank that differs from rank 0 and in what. Without this,
-    ranks that do not fit together wait for each other, or end with bits that no other layout has.
+    its host). Raises ValueError on all ranks, naming the first rank that differs from rank 0 and in what, or the first
+    complex parameter. Without this, ranks that do not fit together wait for each other, or end with bits that no other
+    layout has.
     """
     facts: dict[str, object] = {
         "torch": torch.__version__,
@@ -67,6 +68,12 @@ def require_agreement(
         raise ValueError(
             f"the ranks do not agree, so their sums would not: {fact} is {first} on rank 0, but {other} on rank {rank}"
         )
+    for name, parameter in zip(gradients.names, gradients.parameters, strict=True):
+        if parameter.is_complex():
+            raise ValueError(
+                f"{name} is complex, and ranks exchange real gradients alone: keep its two parts in a real parameter "
+                "of shape [..., 2] and call torch.view_as_complex in forward, or train in one process"
+            )
     nodes: dict[str | int, list[int]] = {}
     for rank, (theirs, _) in enumerate(gathered):
         nodes.setdefault(theirs, []).append(rank)

@@ -161,6 +161,14 @@ def _reduce_bucket(state: HookState, bucket: dist.GradBucket) -> torch.futures.F
     buffer, parameters = bucket.buffer(), bucket.parameters()
     positions = [state.positions[parameter] for parameter in parameters]
     state.reduced.update(positions)
+    for parameter, position in zip(parameters, positions, strict=True):
+        if parameter.grad is None and all(subtree.tensors[position] is None for subtree in tree.subtrees):
+            # DDP would give it a gradient of zeros, by which an optimizer with weight decay changes it.
+            raise RuntimeError(
+                f"backward gave a parameter of shape {list(parameter.shape)} no gradient in any micro-batch of this "
+                "rank, as a Function of yours does that returns None: construct DistributedDataParallel with "
+                "find_unused_parameters=True (`ddp train`: --set ddp.find_unused_parameters=true)"
+            )
 
     def transfer() -> Transfer:
         own = _fold_into_bucket(buffer, parameters, positions, tree)

@@ -106,12 +106,12 @@ class ExactReduction:
     micro-batch, not a sum: `scale=1 / micro_batches` makes the mean of the means. A loss that is divided by the number
     of a rank's micro-batches has other bits on each layout; undo that before backward.
 
-    Raises ValueError for what cannot be exact: more ranks than micro-batches, `broadcast_buffers=True` with buffers,
-    SyncBatchNorm, DDP's mixed precision or ignored parameters, sparse gradients, in any step a buffer that forward
-    changes, a parameter that forward changes otherwise in each micro-batch, parameters whose `requires_grad` is another
-    than when the reduction was made, and ranks that do not agree (on the numbers of threads and micro-batches,
-    parameters, torch; in the first step, without DDP, on the weights). Warns where torch chose the number of threads
-    itself, since another number has other bits.
+    Raises ValueError for what cannot be exact: more ranks than micro-batches, `broadcast_buffers=True` with
+    buffers, SyncBatchNorm, DDP's mixed precision or ignored parameters, complex parameters on several ranks, sparse
+    gradients, in any step a buffer that forward changes, a parameter that forward changes otherwise in each
+    micro-batch, parameters whose `requires_grad` is another than when the reduction was made, and ranks that do not
+    agree (on the numbers of threads and micro-batches, parameters, torch; in the first step, without DDP, on the
+    weights). Warns where torch chose the number of threads itself, since another number has other bits.
     """
 
     def __init__(

@@ -38,17 +38,21 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
 
     `parameters` are all that are trained, in the same sequence on every layout; one without `.grad` counts as zero.
     """
-    begins = first_blocks(parameter.numel() for parameter in parameters)
+    begins = first_blocks(parameter.numel() * (1 + parameter.is_complex()) for parameter in parameters)
     sums = torch.zeros(begins[-1], dtype=torch.float64, device=parameters[0].device)
     put_block_sums(
         sums,
         (
-            (begin, in_memory_order(parameter.grad, parameter))
+            (begin, _real(in_memory_order(parameter.grad, parameter)))
             for begin, parameter in zip(begins, parameters, strict=False)
             if parameter.grad is not None
         ),
     )
     return norm_of(sums)
+
+
+def _real(gradient: Tensor) -> Tensor:
+    return torch.view_as_real(gradient.resolve_conj()).view(-1) if gradient.is_complex() else gradient
 
 
 def first_blocks(sizes: Iterable[int]) -> list[int]:

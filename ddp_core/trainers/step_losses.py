@@ -18,9 +18,9 @@ from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.train_state import TrainState
 
 _JOINED = 1024.0
-"""In the place of a request to stop, which is 0 or 1."""
+"""Sent in the place of a request to stop, which is 0 or 1, to ask whether every rank joins."""
 _CHANGED = 2.0**-12
-"""Added to it on a rank whose weights were changed since the last update; float32 counts some thousand of these."""
+"""Added to it on a rank whose weights were changed since the last update: room for some thousand ranks."""
 
 
 class StepLosses:
@@ -67,10 +67,11 @@ class StepLosses:
             self._unread.append((batch.step, batch.samples, list(own), torch.stack(list(own.values()))))
             return
         device = self._collectives.device
-        vector = torch.zeros(self._micro_batches + 1, device=device)
+        # A loss of any type is exact in it, so ranks report what one process does.
+        vector = torch.zeros(self._micro_batches + 1, dtype=torch.float64, device=device)
         for micro_batch, loss in own.items():
             vector[micro_batch] = loss
-        self._requests = vector[-1:] if device.type == "cpu" else torch.zeros(1)
+        self._requests = vector[-1:] if device.type == "cpu" else torch.zeros(1, dtype=torch.float64)
         if stop or changed:
             self._requests.fill_(stop + changed * _CHANGED)
         sent = [vector] if device.type == "cpu" else [self._requests, vector]
@@ -88,7 +89,7 @@ class StepLosses:
             return True
         on_cpu = self._collectives.device.type == "cpu"
         # What `send` sums first.
-        joined = torch.zeros(self._micro_batches + 1 if on_cpu else 1)
+        joined = torch.zeros(self._micro_batches + 1 if on_cpu else 1, dtype=torch.float64)
         joined[-1] = _JOINED
         return self._collectives.sum_(joined)[-1].item() == _JOINED * world.world_size
 

@@ -1,0 +1,113 @@
+"""Models that few people write: the ranks end with the bits of one process, or the run is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import Ended, ddp, trained
+
+BEGIN = '''"""Does it end alike, or is it refused?"""
+import numpy as np
+import torch
+from torch import nn
+from ddp_core import Component, Experiment, InMemory, Optimizer, Splits
+from ddp_core.data.augment import Augmentation
+
+
+class NoGradient(torch.autograd.Function):
+    """Keeps the gradient of `scale` to itself."""
+
+    @staticmethod
+    def forward(ctx, inputs, scale):
+        ctx.save_for_backward(scale)
+        return inputs * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None
+
+
+class Net(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.layer = nn.Linear(13, 1, dtype=torch.float64 if kind == "float64" else None)
+        dtype = torch.complex64 if kind == "complex" else self.layer.weight.dtype
+        self.scale = nn.Parameter(torch.full((1,), 2.0, dtype=dtype))
+
+    def forward(self, inputs):
+        outputs = self.layer(inputs.to(self.layer.weight.dtype))
+        if self.kind == "no gradient":
+            return NoGradient.apply(outputs, self.scale).flatten()
+        return (outputs * self.scale.abs()).flatten()
+
+
+def net(kind="plain"):
+    return Net(kind)
+
+
+def shifted(inputs, uniforms):
+    """Inputs in memory that begins where torch's own never does."""
+    shifted = np.concatenate([np.zeros((1, 13), np.float32), inputs.numpy() + uniforms.astype(np.float32)])
+    return torch.from_numpy(shifted[1:])
+
+
+def points():
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(48, 13, generator=generator), torch.randn(48, generator=generator)
+    return Splits(train=InMemory(inputs, targets), augmentation=Augmentation(1, shifted))
+
+
+def loss(outputs, targets):
+    return ((outputs - targets) ** 2).sum()
+
+
+experiment = Experiment(
+    name="rare", model=Component(name="net"), data=Component(name="points"), loss="loss", epochs=1,
+    optimizer=Optimizer(name="adamw", lr=0.01), global_batch_size=12, micro_batch=4, reduction="exact",
+)
+'''
+RANKS = ("--layout", "ddp", "--nproc-per-node", "2")
+UNUSED = ("--set", "ddp.find_unused_parameters=true")
+
+
+def run(output: Path, kind: str, *words: str) -> Ended:
+    file = output.parent / "rare.py"
+    file.write_text(BEGIN)
+    return ddp("train", file, "--device", "cpu", "--output", output, "--set", f"model.kind={kind}", *words)
+
+
+def ends(output: Path, kind: str, *words: str) -> tuple[str, list[Any]]:
+    """The digest of the weights, and the losses of all steps."""
+    ended = run(output, kind, *words)
+    assert ended.code == 0, ended.errors
+    directory, record = trained(output)
+    steps = map(json.loads, directory.metrics.read_text().splitlines())
+    return record["weights_sha256"], [each["loss"] for each in steps if each["kind"] == "step"]
+
+
+@pytest.mark.parametrize("words", [RANKS, ("--workers", "1")])
+def test_float64_and_memory_of_numpys_end_alike(tmp_path: Path, words: tuple[str, ...]) -> None:
+    every = ("--log-every", "1")
+    alone = ends(tmp_path / "alone", "float64", *every)
+    assert alone[1]
+    assert ends(tmp_path / "other", "float64", *every, *words) == alone
+
+
+def test_a_complex_parameter_is_refused_on_several_ranks(tmp_path: Path) -> None:
+    assert run(tmp_path / "alone", "complex").code == 0
+    ended = run(tmp_path / "ranks", "complex", *RANKS)
+    assert ended.code == 2, ended.errors
+    assert "scale is complex, and ranks exchange real gradients alone" in ended.errors
+
+
+def test_a_parameter_that_a_function_gives_no_gradient_is_refused_or_left_alone(tmp_path: Path) -> None:
+    alone = ends(tmp_path / "alone", "no gradient")
+    ended = run(tmp_path / "refused", "no gradient", *RANKS)
+    assert ended.code == 2, ended.errors
+    assert "no gradient in any micro-batch of this rank, as a Function of yours does that returns None" in ended.errors
+    assert ends(tmp_path / "ranks", "no gradient", *RANKS, *UNUSED) == alone
