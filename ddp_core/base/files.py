@@ -88,7 +88,12 @@ class NewFile:
         while True:
             self.temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
             self._descriptor = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            try:
+                with naming(self.temporary):
+                    fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            except BaseException:  # a file system without locks, say: the context is never entered, so never left
+                self.__exit__(None, None, None)
+                raise
             if os.fstat(self._descriptor).st_nlink:
                 break
             os.close(self._descriptor)  # another process removed the file between open and flock

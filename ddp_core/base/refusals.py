@@ -57,6 +57,7 @@ MORE_SHARED_MEMORY = (
     "give the container more (docker run --shm-size 1g, shm_size: 1gb in compose.yaml, ipc: host), or use --workers 0"
 )
 _DISK_FAILED = "the disk, or the way to it, has failed: the kernel's log (dmesg) tells more; mend it"
+_NO_LOCKS = "its file system has no locks: mount it with them, or give an output directory on another"
 _GONE = "was it removed or renamed meanwhile?"
 MEND_OUTPUT = "choose another with --output DIR, or mend its owner and mode"
 _NOT_YOURS = "give an output directory that this user may write to"
@@ -68,6 +69,8 @@ _TODO = {
     errno.EUCLEAN: _DISK_FAILED,
     errno.ESTALE: "the file server has lost it: mount the directory again",
     errno.EROFS: f"{_NOT_YOURS}; where it could be written before, its disk has failed: see dmesg",
+    errno.ENOLCK: _NO_LOCKS,
+    errno.ENOSYS: _NO_LOCKS,
     errno.ENOENT: _GONE,
     errno.ENOTDIR: _GONE,
 }

@@ -3,7 +3,8 @@
 Whatever comes out of `with user_code("your model"):` is the user's, and nothing else is. Hooks of ours that torch calls
 in the midst of the user's model are marked with `our_code`; the boundary that an exception crosses first decides.
 
-No code of the user ends a run in silence: what would end the process there, such as `sys.exit()`, becomes LeftEarly.
+No code of the user ends a run in silence: what would end the process there, such as `sys.exit()`, becomes LeftEarly,
+and a StopIteration becomes a UserError.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from functools import wraps
 from types import TracebackType
 from typing import ParamSpec, TypeVar
+
+from ddp_core.base.errors import UserError
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -43,6 +46,8 @@ class user_code(AbstractContextManager["user_code"]):
             return
         if is_way_out(error):
             raise left_early(error, self.what).with_traceback(trace) from None
+        if isinstance(error, StopIteration):
+            raise _at_an_end(error, self.what).with_traceback(trace) from None
         _mark(error, self.what)
 
 
@@ -68,6 +73,15 @@ def left_early(error: BaseException, what: str) -> LeftEarly:
     )
     _mark(early, what)
     return early
+
+
+def _at_an_end(error: StopIteration, what: str) -> UserError:
+    """The error in the place of a StopIteration, which any iterator or generator on its way would take for its own."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return UserError(
+        f"{frame.filename}:{frame.lineno}: {what} raised StopIteration, as next() does at an iterator's end: begin "
+        "the iterator anew there, or raise another exception"
+    )
 
 
 @contextmanager

@@ -24,6 +24,8 @@ from ddp_core.sampler import Ids
 
 Decoder = Literal["pillow", "nvjpeg"]
 ENDINGS = (".jpg", ".jpeg", ".png")
+_WIDE = ("I", "F")
+"""How the modes of Pillow begin whose values `convert("RGB")` would cut off at 255, as those of a 16-bit PNG file."""
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -163,8 +165,13 @@ def _decoded(path: Path, side: int) -> Tensor:
         with Image.open(path) as image:
             # A JPEG file can be decoded at a half, a quarter or an eighth of its size, in a part of the time.
             image.draft("RGB", (side, side))
+            if image.mode.startswith(_WIDE):
+                raise UserError(
+                    f"data image_folder: {path} has more than 8 bits per channel (Pillow's mode {image.mode}); "
+                    "convert it to 8 bits, and start anew"
+                )
             square = ImageOps.fit(image.convert("RGB"), (side, side), Image.Resampling.BILINEAR)
-    except MemoryError:
+    except (MemoryError, UserError):
         raise
     except Exception as error:  # a damaged file can raise anything
         system = isinstance(error, OSError) and error.errno is not None

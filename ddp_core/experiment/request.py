@@ -240,8 +240,11 @@ def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:
         )
     splits = replace(splits, collate=collate or splits.collate)
     samples, size = _count(splits.train, f"data {experiment.data.name}"), experiment.global_batch_size
-    if splits.test is not None:
-        _count(splits.test, f"data {experiment.data.name}")
+    if splits.test is not None and _count(splits.test, f"data {experiment.data.name}") == 0:
+        raise UserError(
+            f"data {experiment.data.name} has a held-out set without samples: give it some, or return "
+            "Splits(train=...) without test"
+        )
     if samples == 0:
         raise UserError(f"data {experiment.data.name} has no training samples")
     if samples < size and experiment.last_batch == "drop":

@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -51,6 +52,7 @@ class Nursery:
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
         self._nurslings: dict[int, Nursling] = {}
+        self._requests = itertools.count()
 
     def __enter__(self) -> Nursery:
         self._channel, other_end = _FORK.Pipe()
@@ -76,11 +78,12 @@ class Nursery:
 
     def start(self, words: Sequence[str], environment: Mapping[str, str]) -> Nursling:
         """A process that runs `entry(words)` and ends with the code that this returns."""
+        request = next(self._requests)
         try:
-            self._channel.send((list(words), dict(environment)))
+            self._channel.send((request, list(words), dict(environment)))
             while True:
-                pid, code = self._channel.recv()
-                if code is None:
+                pid, code, begun = self._channel.recv()
+                if begun == request:
                     self._nurslings[pid] = Nursling(pid, self)
                     return self._nurslings[pid]
                 self._ended(pid, code)
@@ -91,13 +94,18 @@ class Nursery:
         """Note which processes have ended."""
         try:
             while self._channel.poll():
-                self._ended(*self._channel.recv())
+                pid, code, _ = self._channel.recv()
+                self._ended(pid, code)
         except (EOFError, OSError):
             for pid in list(self._nurslings):
                 self._ended(pid, -signal.SIGKILL)
 
-    def _ended(self, pid: int, code: int) -> None:
-        self._nurslings.pop(pid).returncode = code
+    def _ended(self, pid: int, code: int | None) -> None:
+        # A handler of a signal that raised during `start` has left there a process that nobody knows: what is told of
+        # it, its beginning (no code) and its end, is passed over.
+        if code is not None and (nursling := self._nurslings.get(pid)) is not None:
+            nursling.returncode = code
+            del self._nurslings[pid]
 
 
 class Nursling:
@@ -150,11 +158,11 @@ def _nurse(channel: Connection, launchers_end: Connection, entry: Entry, mask: s
         wait([channel, *(child.sentinel for child in children.values())])
         for pid, child in list(children.items()):
             if child.exitcode is not None:
-                _tell(channel, pid, child.exitcode)
+                _tell(channel, pid, child.exitcode, None)
                 del children[pid]
         if channel.poll():
             try:
-                words, environment = channel.recv()
+                request, words, environment = channel.recv()
             except (EOFError, OSError):
                 # The launcher is done or gone; whatever still runs dies with this process.
                 os._exit(0)
@@ -162,12 +170,13 @@ def _nurse(channel: Connection, launchers_end: Connection, entry: Entry, mask: s
             child.start()
             assert child.pid is not None
             children[child.pid] = child
-            _tell(channel, child.pid, None)
+            _tell(channel, child.pid, None, request)
 
 
-def _tell(channel: Connection, pid: int, code: int | None) -> None:
+def _tell(channel: Connection, pid: int, code: int | None, begun: int | None) -> None:
+    """Tell the launcher that a process has ended with a code, or which request it has begun for."""
     with contextlib.suppress(OSError):
-        channel.send((pid, code))
+        channel.send((pid, code, begun))
 
 
 def _work(

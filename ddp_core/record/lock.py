@@ -48,7 +48,12 @@ class RunLock:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise refused(error, self.path) from error
-        if not take_lock(descriptor, patience=_PATIENCE_SECONDS):
+        try:
+            taken = take_lock(descriptor, patience=_PATIENCE_SECONDS)
+        except OSError as error:
+            os.close(descriptor)
+            raise refused(error, self.path) from error
+        if not taken:
             os.close(descriptor)
             raise _in_use(self.path)
         self._descriptor = descriptor

@@ -79,7 +79,10 @@ class FlatGroup:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A flat tensor's parts, each with the shape and the sequence in memory of its parameter."""
-        return [view_in(flat[start:], parameter) for start, parameter in zip(self.starts, self.like, strict=False)]
+        return [
+            view_in(flat[start : start + parameter.numel()], parameter)
+            for start, parameter in zip(self.starts, self.like, strict=False)
+        ]
 
     def flattened(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """The values of all parameters (-0.0 for None) in a flat tensor: that of one parameter alone may be its own."""

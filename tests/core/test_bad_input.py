@@ -117,6 +117,15 @@ def metrics(outputs, targets):
 experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
                         micro_batch=4)
 """,
+    "empty_held_out": """
+from torch import ones, zeros
+from ddp_core.config.experiment import *
+from ddp_core.data.splits import InMemory, Splits
+def data():
+    return Splits(train=InMemory(ones(8, 2), zeros(8)), test=InMemory(ones(0, 2), zeros(0)))
+experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='data'), global_batch_size=8,
+                        micro_batch=4)
+""",
     "nothing": """
 from ddp_core.config.experiment import *
 experiment = Experiment(name='a', global_batch_size=8, micro_batch=4)
@@ -158,6 +167,7 @@ CASES: dict[str, tuple[list[str], int, list[str]]] = {
     "unknown model": (["unknown_model.py"], 2, ["mpl", "did you mean mlp?"]),
     "data raises": (["data_raises.py"], 2, ["data_raises.py:4", "the disk is on fire"]),
     "stream": (["stream.py"], 2, ["data: train is a Lines, a stream", "docs/how-to/stream-from-shards.md"]),
+    "empty held-out": (["empty_held_out.py"], 2, ["data data", "held-out set without samples", "Splits(train=...)"]),
     "wrong collate": (["wrong_collate.py"], 2, ["wrong_collate.py", "collate is 7", "(inputs, targets)"]),
     "misspelt": (["optimiser.py"], 2, ["optimiser.py defines `optimiser`", "did you mean `optimizer`?"]),
     "optimizer's argument": (["optimizer_argument.py"], 2, ["no parameter `model`", "def optimizer(model, …)"]),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import NewFile, replace_file, take_lock, target_of
+from ddp_core.base.refusals import refusal
+from ddp_core.record.lock import RunLock
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -51,6 +57,24 @@ def test_a_temporary_file_tells_what_it_was_to_become_and_is_locked(tmp_path: Pa
         assert not take_lock(reader.fileno())
     assert target_of("file.json") is None
     assert target_of(".file.json.tmp") is None
+
+
+def test_nothing_is_left_where_a_file_system_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    before = psutil.Process().num_fds()
+    with pytest.raises(OSError, match="No locks available") as failure:
+        replace_file(tmp_path / "file", "content")
+    with pytest.raises(
+        UserError, match=r"run\.lock: No locks available \(ENOLCK\); its file system has no locks"
+    ) as told:
+        RunLock(tmp_path / "run").acquire()
+    assert psutil.Process().num_fds() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert str(refusal(failure.value)).startswith(f"cannot use {tmp_path / 'file'}: No locks available")
+    assert told.value.exit_code == ExitCode.RESOURCES
 
 
 def test_a_lock_is_exclusive_or_shared(tmp_path: Path) -> None:

@@ -128,6 +128,20 @@ def test_a_broken_file_is_named(workers: int, damage: str, tmp_path: Path) -> No
     assert failure.value.exit_code == (ExitCode.RESOURCES if damage == "gone" else ExitCode.BAD_INPUT)
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
+def test_a_file_of_more_than_8_bits_is_refused(dtype: Any, tmp_path: Path) -> None:
+    """Pillow would make 255 of every larger value, without a word."""
+    write_images(tmp_path / "mine", count=3)
+    splits = image_folder(tmp_path, "mine", image_size=8, test_share=0)
+    wide = splits.files[4]
+    pixels = np.arange(400).reshape(20, 20) * 100
+    Image.fromarray(pixels.astype(dtype)).save(wide, "PNG" if dtype == np.uint16 else "TIFF")
+    with pytest.raises(UserError, match=rf"{wide} has more than 8 bits .*mode [IF].*convert it to 8 bits") as failure:
+        splits.train[4]
+    assert failure.value.exit_code == ExitCode.BAD_INPUT
+    assert "\n" not in str(failure.value)
+
+
 EXPERIMENT = '''"""Are image files decoded alike everywhere?"""
 from ddp_core.config.experiment import Component, Experiment
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, get_worker_info
 
-from ddp_core.base.errors import UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file
 from ddp_core.base.seeds import sample_uniforms
 from ddp_core.data.augment import Augmentation, shift_and_flip
@@ -339,3 +339,25 @@ def test_user_files_are_read_in_workers(tmp_path: Path) -> None:
         for (inputs, targets), ids in zip(step, micro_batches, strict=True):
             assert targets.tolist() == ids.tolist()
             assert inputs[:, 0].tolist() == ids.tolist()
+
+
+class RunsOut(OneByOne):
+    """A data set that reads from an iterator which is shorter than it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = iter(range(6))
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        next(self.items)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_at_its_end_does_not_end_the_samples(workers: int) -> None:
+    """The first step is read here even with workers, to learn its size, so that only the worker meets the end."""
+    wanted = [(0, [np.arange(2)]), (0, [np.arange(2, 8)])]
+    with pytest.raises(UserError, match=r"test_loader\.py:\d+: your data set raised StopIteration, .*anew") as failure:
+        list(Loader(RunsOut(), workers=workers).stream(wanted))
+    assert "\n" not in str(failure.value)
+    assert failure.value.exit_code == ExitCode.BAD_INPUT

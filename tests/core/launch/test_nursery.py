@@ -79,7 +79,30 @@ def killed(place: Path) -> object:
             return code
 
 
-CASES = {"codes": codes, "patience": patience, "leaving": leaving, "killed": killed}
+class Asked(Exception):
+    """What the handler of a signal raises, as that of torch's agent does."""
+
+
+def interrupted(place: Path) -> object:
+    def ask(*_: object) -> None:
+        raise Asked
+
+    signal.signal(signal.SIGALRM, ask)
+    with Nursery(act) as nursery:
+        first = nursery.start(["sleep"], os.environ)
+        os.kill(nursery.pid, signal.SIGSTOP)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            nursery.start(["raise"], os.environ)
+        except Asked:
+            os.kill(nursery.pid, signal.SIGCONT)
+        second = nursery.start(["write", str(place / "said")], {**os.environ, "RANK": "3"})
+        codes = second.wait(HANG), first.poll()
+        first.kill()
+        return *codes, first.wait(HANG)
+
+
+CASES = {"codes": codes, "patience": patience, "leaving": leaving, "killed": killed, "interrupted": interrupted}
 
 
 def test_each_end_is_told_with_its_code(tmp_path: Path) -> None:
@@ -98,3 +121,7 @@ def test_no_worker_outlives_the_nursery(tmp_path: Path) -> None:
 
 def test_a_killed_nursery_takes_its_workers_along_and_says_so(tmp_path: Path) -> None:
     assert run_processes(lead, 1, "killed", str(tmp_path)) == [-signal.SIGKILL]
+
+
+def test_a_start_that_a_signal_interrupts_is_taken_for_no_other(tmp_path: Path) -> None:
+    assert run_processes(lead, 1, "interrupted", str(tmp_path)) == [(7, None, -signal.SIGKILL)]

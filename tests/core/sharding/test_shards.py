@@ -13,7 +13,8 @@ from ddp_core.reduction.flat import in_memory_order
 from ddp_core.reduction.norm import BLOCK
 from ddp_core.sharding.shards import Shards, shard_groups
 
-SHAPES = [(3,), (), (500, 7), (0, 4), (1,), (2 * BLOCK,), (BLOCK + 1,), (4, 3, 3, 3), (1100, 1000), (5, 5), (200, 77)]
+SHAPES = [(3,), (), (500, 7), (0, 4), (4, 0), (1,), (2 * BLOCK,), (BLOCK + 1,), (4, 3, 3, 3), (1100, 1000), (5, 5)]
+SHAPES += [(200, 77)]
 
 
 def parameters(shapes: list[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
