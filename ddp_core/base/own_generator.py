@@ -12,7 +12,7 @@ from ddp_core.base.torch_internals import TorchDispatchMode
 
 
 class _Here(threading.local):
-    generator: torch.Generator | None = None
+    own: OwnGenerator | None = None
 
 
 _here = _Here()
@@ -27,7 +27,11 @@ class _DefaultGenerator:
         self._real = real
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_here.generator or self._real, name)
+        own = _here.own
+        if own is None:
+            return getattr(self._real, name)
+        own.has_told_state = own.has_told_state or name == "get_state"
+        return getattr(own.generator, name)
 
 
 def _seed_in_threads() -> None:
@@ -53,14 +57,16 @@ class OwnGenerator(TorchDispatchMode):
         self.generator = generator
         self.has_drawn = False
         """Whether an operation has drawn random numbers."""
-        self._before: torch.Generator | None = None
+        self.has_told_state = False
+        """Whether somebody has asked for the generator's state, as activation checkpointing does to draw again."""
+        self._before: OwnGenerator | None = None
 
     def __enter__(self) -> Self:
-        self._before, _here.generator = _here.generator, self.generator
+        self._before, _here.own = _here.own, self
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        _here.generator = self._before
+        _here.own = self._before
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(

@@ -12,15 +12,17 @@ from ddp_core.base.torch_internals import foreach_copy_
 class WeightAverage(AveragedModel):
     """A copy of a model whose weights are decay * average + (1 - decay) * weights after each `update_parameters`.
 
-    The first update copies the weights. Buffers, such as batch-norm statistics, are averaged like them. Copied instead
-    are buffers of whole numbers, whose average would lose its fraction, and buffers with infinities (attention masks),
-    whose average would be NaN.
+    The first update copies the weights. Buffers of real numbers, such as batch-norm statistics, are averaged like them.
+    Copied instead are parameters and buffers of whole numbers, whose average would lose its fraction, and buffers with
+    infinities (attention masks), whose average would be NaN.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__(model, use_buffers=True)
         self._move = get_ema_multi_avg_fn(decay)
-        self._is_averaged = [True for _ in model.parameters()]
+        self._is_averaged = [
+            parameter.is_floating_point() or parameter.is_complex() for parameter in model.parameters()
+        ]
         self._is_averaged += [
             buffer.is_floating_point() and bool(buffer.isfinite().all()) for buffer in model.buffers()
         ]

@@ -28,14 +28,17 @@ class KeyedRandom:
             self._seed.generators = [self._own.generator]
         else:
             self._seed.generators = self._seed.generators[1:]
-        self._has_run = False
-        self._backward: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        self._has_run = self._draws_in_backward = False
 
     @contextlib.contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
         """Run one forward with the numbers of (step, micro-batch)."""
         self._seed(step, index)
-        with self._own or contextlib.nullcontext():
+        if self._own is None:
+            yield
+            return
+        self._own.has_told_state = False
+        with self._own:
             yield
 
     @contextlib.contextmanager
@@ -43,15 +46,14 @@ class KeyedRandom:
         """Run the backward of that forward with the numbers that follow.
 
         Few draw any; activation checkpointing does, to compute dropout again. Handing out the thread's own generator
-        slows every operation down, so the first backward decides whether later ones need it.
+        slows every operation down. So it is done in the first backward, in all after one that has drawn, and where the
+        forward has asked for the generator's state: a layer may be checkpointed in later micro-batches alone.
         """
-        if self._own is None or self._has_run:
-            with self._backward:
-                yield
-            return
-        self._own.has_drawn = False
-        with self._own:
+        own = self._own
+        if own is None or (self._has_run and not self._draws_in_backward and not own.has_told_state):
             yield
-        self._has_run = True
-        if self._own.has_drawn:
-            self._backward = self._own
+            return
+        own.has_drawn = False
+        with own:
+            yield
+        self._has_run, self._draws_in_backward = True, self._draws_in_backward or own.has_drawn

@@ -21,6 +21,7 @@ from ddp_core.model.optimizers import require_saveable
 from ddp_core.observe.callback import Callback
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.sharding import Ownership, OwnsAll
+from ddp_core.trainers.between_updates import BetweenUpdates
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
 
@@ -202,6 +203,13 @@ class Saving(StepObserver):
     def __init__(self, job: Job, state: TrainState, clock: StepClock, steps_per_epoch: int) -> None:
         self._job, self._state, self._clock, self._steps_per_epoch = job, state, clock, steps_per_epoch
         self._every = job.options.checkpoint_every
+        self._in_step = BetweenUpdates(state.model)
+        self._looks: bool | None = None
+        """Whether writes to parameters are looked for in this step; None before the first one."""
+        self._written: set[str] = set()
+        """The parameters that a step has written to before its update, such as a forward that clamps its weights."""
+        self._aside_step: int | None = None
+        """The step of the last checkpoint that is copied while training goes on."""
         self.newest_step = 0
         """The step of the newest checkpoint; 0 where there is none."""
 
@@ -212,8 +220,17 @@ class Saving(StepObserver):
             f"the checkpoint of step {self.newest_step} is good" if self.newest_step else "nothing has been saved yet"
         )
 
+    def before_step(self, batch: StepBatch) -> None:
+        # A thousand counters take a millisecond, so they are read around saves alone, and once before the first one.
+        step, saves = self._state.step, self._job.checkpointer is not None
+        self._looks = saves and (self._looks is None or self._aside_step == step or self.is_due(step + 1))
+        if self._looks:
+            self._in_step.updated()
+
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
         if self._job.checkpointer is not None:
+            if self._looks:
+                self._learn_written(self._in_step.changed())
             self._job.checkpointer.before_update()
 
     def after_step(self, batch: StepBatch) -> None:
@@ -227,6 +244,27 @@ class Saving(StepObserver):
         """
         chain = self._job.chain
         return step % (self._every or self._steps_per_epoch) == 0 or (chain is not None and step % chain.every == 0)
+
+    def _learn_written(self, names: list[str]) -> None:
+        """Let later saves copy these parameters at once; warns of one that was saved aside while they were written."""
+        if new := [name for name in names if name not in self._written]:
+            self._written.update(new)
+            if self._aside_step == self._state.step:
+                self._job.console.say(
+                    f"warning: step {self._state.step + 1} is the first in which forward or a callback writes to "
+                    f"{', '.join(new)}, so the checkpoint of step {self._state.step}, which was copied meanwhile, may "
+                    "hold what it wrote; later ones will not, and --synchronous-save copies each at once"
+                )
+
+    def _changing(self) -> list[Tensor]:
+        """What may change before the next update: buffers, and the parameters that steps write to."""
+        # What cuts parameters among ranks (DTensor) does not let a forward write to what it keeps.
+        written = (
+            parameter
+            for name, parameter in self._state.model.named_parameters()
+            if name in self._written and type(parameter.detach()) is Tensor
+        )
+        return [*self._state.model.buffers(), *written]
 
     def wait(self) -> None:
         """Return once the last checkpoint is written, on the ranks that write."""
@@ -260,11 +298,12 @@ class Saving(StepObserver):
                         metadata={"experiment_sha256": job.experiment.digest(), "layout": job.layout.label},
                         metric=state.best if best else None,
                         best=best,
-                        changing=state.model.buffers(),
+                        changing=self._changing(),
                     )
                 except (TypeError, ValueError):
                     state.require_saveable()
                     raise
+                self._aside_step = state.step if job.checkpointer.asynchronous and not wait else None
             if wait:
                 self.wait()
                 job.collectives.barrier()

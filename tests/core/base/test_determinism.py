@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ddp_core.base.digests import optimizer_digest, weights_digest
 from ddp_core.base.fingerprint import fingerprint, fingerprint_differences
@@ -246,6 +247,43 @@ def test_a_model_that_draws_later_is_keyed_too() -> None:
         with random.micro_batch(0, 1):
             found.append(drop(torch.ones(64)))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_backward_that_draws_later_is_keyed_too(use_reentrant: bool) -> None:
+    random, drop, found = KeyedRandom(1, CPU), nn.Dropout(0.5), []
+
+    def dropped(weight: Tensor) -> Tensor:
+        other = threading.Thread(target=torch.rand, args=(3,))  # another replica's draw from the shared generator
+        other.start()
+        other.join()
+        return drop(weight) * weight
+
+    weight = torch.ones(64, requires_grad=True)
+    with random.micro_batch(0, 0):
+        loss = weight.sum()
+    with random.backward():
+        loss.backward()
+    for function in (lambda weight: checkpoint(dropped, weight, use_reentrant=use_reentrant), dropped):
+        with random.micro_batch(0, 1):
+            loss = function(weight).sum()
+        weight.grad = None
+        with random.backward():
+            loss.backward()
+        found.append(weight.grad)
+    assert torch.equal(*found)
+
+
+def test_a_backward_that_draws_nothing_runs_as_ever() -> None:
+    random, model = KeyedRandom(1, CPU), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    modes = []
+    for index in range(3):
+        with random.micro_batch(0, index):
+            loss = model(torch.ones(1, 4)).sum()
+        with random.backward():
+            modes.append(torch._C._len_torch_dispatch_stack())
+            loss.backward()
+    assert modes == [1, 0, 0]
 
 
 def test_fingerprints_are_compared_fact_by_fact() -> None:

@@ -62,3 +62,20 @@ def test_its_state_continues_elsewhere() -> None:
     for model in models[2:]:
         second.update_parameters(model)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+
+
+def test_frozen_parameters_of_whole_numbers_are_copied() -> None:
+    for with_weights_first in (True, False):
+        model = nn.Module()
+        if with_weights_first:
+            model.add_module("layer", nn.Linear(2, 2))
+        model.codes = nn.Parameter(torch.arange(-128, 128).to(torch.int8), requires_grad=False)
+        model.waves = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+        average = WeightAverage(model, DECAY)
+        average.update_parameters(model)
+        with torch.no_grad():
+            model.waves.fill_(4 + 8j)
+        for held_back in (None, torch.tensor(0.0)):
+            average.update_parameters(model, held_back)
+            assert torch.equal(average.module.get_parameter("codes"), model.codes)
+        assert average.module.get_parameter("waves").tolist() == [1.75 + 3.5j] * 3

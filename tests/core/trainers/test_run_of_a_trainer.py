@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -12,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Checkpointer, find_checkpoints, load
+from ddp_core.checkpoint.state import Snapshots
 from ddp_core.config.experiment import Evaluation
 from ddp_core.config.layout import Layout
 from ddp_core.distributed.process_group import Collectives
@@ -386,3 +389,66 @@ def test_a_skipped_step_changes_neither_weights_nor_buffers(layout: Layout, redu
 def test_a_job_stays_as_it_was_given() -> None:
     with trainer_of(experiment()) as trainer, pytest.raises(dataclasses.FrozenInstanceError):
         trainer.job.observers = ()  # type: ignore[misc]
+
+
+class Clamped(nn.Module):
+    """A model whose forward writes to a weight, from some micro-batch on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.inner, self.first, self.forwards = mlp(), first, 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.forwards > self.first:
+            with torch.no_grad():
+                next(self.inner.parameters()).clamp_(-0.02, 0.02)
+        outputs: Tensor = self.inner(inputs)
+        return outputs
+
+
+class WeightsAfterSteps(StepObserver):
+    def __init__(self) -> None:
+        self.trainer: Trainer | None = None
+        self.digests: dict[int, str] = {}
+
+    def after_step(self, batch: StepBatch) -> None:
+        assert self.trainer is not None
+        self.digests[batch.step + 1] = weights_digest(self.trainer.model.state_dict())
+
+
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_checkpoint_holds_no_write_of_the_next_forward(
+    first: int, asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    carry_on = Snapshots.carry_on
+
+    def late(snapshots: Snapshots) -> None:
+        """The writing thread comes late, as on a busy machine, so that the forward is first."""
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.05)
+        carry_on(snapshots)
+
+    monkeypatch.setattr(Snapshots, "carry_on", late)
+    weights = WeightsAfterSteps()
+    with (
+        Checkpointer(tmp_path, asynchronous=asynchronous, keep_last=9) as checkpointer,
+        trainer_of(
+            experiment(epochs=1, optimizer={"name": "sgd", "lr": 0.5}, reduction="exact"),
+            lambda: Clamped(first),
+            observers=[weights],
+            checkpoint_every=1,
+            guard="off",
+            checkpointer=checkpointer,
+        ) as trainer,
+    ):
+        weights.trainer = trainer
+        trainer.train()
+    found = {each.step: weights_digest(load(each)["model"]) for each in find_checkpoints(tmp_path)}
+    wrong = [step for step, digest in weights.digests.items() if found[step] != digest]
+    assert len(found) == 4
+    # Of a first write nobody knew before, so the checkpoint that it may be in is named.
+    is_late = asynchronous and first > 0
+    assert wrong == ([1] if is_late else [])
+    assert ("the checkpoint of step 1, which was copied meanwhile" in capsys.readouterr().out) == is_late

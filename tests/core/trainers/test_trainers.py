@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_core.base.digests import optimizer_digest, weights_digest
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.checkpoint import Checkpointer
 from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
@@ -76,6 +77,7 @@ def trainer_of(
     collectives: Collectives | None = None,
     only_steps: int | None = None,
     makes_room: Callable[[], bool] | None = None,
+    checkpointer: Checkpointer | None = None,
     **options: Any,
 ) -> Iterator[Trainer]:
     torch.manual_seed(record.seed)
@@ -97,6 +99,7 @@ def trainer_of(
         directory=Path("run"),
         only_steps=only_steps,
         makes_room=makes_room,
+        checkpointer=checkpointer,
     )
     trainer = build_trainer(job)
     try:
