@@ -14,7 +14,7 @@ from ddp_core.cli import main
 from ddp_core.experiment.file import load_experiment
 from ddp_core.record.continuing import differing
 from ddp_core.record.directory import find_runs
-from tests.support.commands import ddp, forked, train, trained, wait_until
+from tests.support.commands import Ended, ddp, forked, train, trained, wait_until
 from tests.support.own_project import edit, write_project
 from tests.support.processes import HANG, run_processes
 
@@ -141,18 +141,30 @@ def test_a_comment_is_no_changed_code(output: Path, project: Path) -> None:
     assert train(output, project, *AUTO)["status"] == "completed"
 
 
-@pytest.mark.slow
-def test_a_file_edited_while_a_launch_trains_ends_the_launch_at_its_restart(
-    output: Path, project: Path, tmp_path: Path
-) -> None:
-    words = ("train", project, *CPU, "--set", "data.digest=given", "--layout", "ddp", "--nproc-per-node", "2")
+def edited_meanwhile(output: Path, project: Path, *words: str) -> Ended:
+    """Train on two ranks, edit a module, lose a rank: how the launch ends."""
+    full = ("train", project, *CPU, "--set", "data.digest=given", "--layout", "ddp", "--nproc-per-node", "2", *words)
     # The samples wait until the file was edited, so that it is edited after the run has kept it.
-    waiting = {"WAIT_FOR": str(tmp_path / "edited")}
-    with forked(*words, "--fault", "kill@1:1", "--output", output, env=waiting) as launch:
+    edited = project.parent.parent / "edited"
+    waiting = {"WAIT_FOR": str(edited)}
+    with forked(*full, "--fault", "kill@1:1", "--output", output, env=waiting) as launch:
         wait_until(lambda: len(list(output.glob("*/*/run.json"))) == 1, HANG, "the run has begun")
         edit(project.parent / "beside.py", ".sum()", ".sum() * 1")
-        (tmp_path / "edited").touch()
-        ended = launch.end()
+        edited.touch()
+        return launch.end()
+
+
+@pytest.mark.slow
+def test_a_file_edited_while_a_launch_trains_lets_nobody_join(output: Path, project: Path) -> None:
+    ended = edited_meanwhile(output, project, "--recovery", "live", "--set", "epochs=600")
+    assert ended.code == 2, ended.errors
+    assert "ranks 1 have another beside.py than rank 0: start every node with the same code" in ended.errors
+    assert "Traceback" not in ended.errors
+
+
+@pytest.mark.slow
+def test_a_file_edited_while_a_launch_trains_ends_the_launch_at_its_restart(output: Path, project: Path) -> None:
+    ended = edited_meanwhile(output, project, "--recovery", "restart")
     assert ended.code == 3, ended.errors
     assert ended.errors.count("starting the workers again") == 1, "and not another time"
     (said,) = [line for line in ended.errors.splitlines() if line.startswith("ddp: error: ")]
