@@ -31,6 +31,8 @@ class ContiguousShares:
         self._ddp, self._gradients, self._channel = ddp, gradients, channel
         self._rank, self._world_size = channel.ordered_sum.rank, channel.ordered_sum.world_size
         self._hook = HookState(channel, {parameter: index for index, parameter in enumerate(gradients.parameters)})
+        # Whether all have gradients is asked in steps 1, 2, 4, 8, …: it takes an exchange of its own.
+        self._steps = 0
         if ddp is not None:
             ddp.register_comm_hook(self._hook, our_code(_reduce_bucket))
 
@@ -56,6 +58,7 @@ class ContiguousShares:
         self._tree = GradientTree(micro_batches, share.start, share.stop)
         self._statistics = GradientTree(micro_batches, share.start, share.stop)
         self._hook.reduced.clear()
+        self._hook.absent.clear()
 
     @contextlib.contextmanager
     def backward(self, index: int) -> Iterator[None]:
@@ -92,10 +95,29 @@ class ContiguousShares:
                 "construct DistributedDataParallel with find_unused_parameters=True "
                 "(`ddp train`: --set ddp.find_unused_parameters=true)"
             )
+        elif self._world_size > 1:
+            self._steps += 1
+            if self._steps.bit_count() == 1:
+                self._require_gradients()
         if statistics.numel():
             own = [tensor for subtree in self._statistics.subtrees for tensor in subtree.tensors if tensor is not None]
             self._channel.sum(own, statistics, self._tree.leaves)
         scale_gradients_(self._gradients.parameters, scale)
+
+    def _require_gradients(self) -> None:
+        """Raise RuntimeError on all ranks for a parameter that no rank has a gradient for; a collective.
+
+        DDP has put one of zeros into its `.grad`, which is None in one process, and weight decay would change it here.
+        """
+        names = self._gradients.names
+        used = self._channel.on_any([index not in self._hook.absent for index in range(len(names))])
+        if not all(used):
+            name = names[used.index(False)].removeprefix("module.")
+            raise RuntimeError(
+                f"backward came by {name} and gave it no gradient in any micro-batch, as a Function of yours does that "
+                "returns None: construct DistributedDataParallel with find_unused_parameters=True "
+                "(`ddp train`: --set ddp.find_unused_parameters=true)"
+            )
 
     def close(self) -> None:
         """Do nothing: the channel holds everything that has to be released."""
@@ -148,6 +170,8 @@ class HookState:
     """The gradients of this rank's earlier micro-batches while the backward of the last one runs; None otherwise."""
     reduced: set[int] = field(default_factory=set)
     """The positions of the parameters that were reduced in this step."""
+    absent: set[int] = field(default_factory=set)
+    """Of these, the ones that no micro-batch of this rank has a gradient for."""
 
 
 def _reduce_bucket(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -161,14 +185,11 @@ def _reduce_bucket(state: HookState, bucket: dist.GradBucket) -> torch.futures.F
     buffer, parameters = bucket.buffer(), bucket.parameters()
     positions = [state.positions[parameter] for parameter in parameters]
     state.reduced.update(positions)
-    for parameter, position in zip(parameters, positions, strict=True):
-        if parameter.grad is None and all(subtree.tensors[position] is None for subtree in tree.subtrees):
-            # DDP would give it a gradient of zeros, by which an optimizer with weight decay changes it.
-            raise RuntimeError(
-                f"backward gave a parameter of shape {list(parameter.shape)} no gradient in any micro-batch of this "
-                "rank, as a Function of yours does that returns None: construct DistributedDataParallel with "
-                "find_unused_parameters=True (`ddp train`: --set ddp.find_unused_parameters=true)"
-            )
+    state.absent.update(
+        position
+        for parameter, position in zip(parameters, positions, strict=True)
+        if parameter.grad is None and all(subtree.tensors[position] is None for subtree in tree.subtrees)
+    )
 
     def transfer() -> Transfer:
         own = _fold_into_bucket(buffer, parameters, positions, tree)

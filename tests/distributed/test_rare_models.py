@@ -109,5 +109,8 @@ def test_a_parameter_that_a_function_gives_no_gradient_is_refused_or_left_alone(
     alone = ends(tmp_path / "alone", "no gradient")
     ended = run(tmp_path / "refused", "no gradient", *RANKS)
     assert ended.code == 2, ended.errors
-    assert "no gradient in any micro-batch of this rank, as a Function of yours does that returns None" in ended.errors
+    assert (
+        "came by scale and gave it no gradient in any micro-batch, as a Function of yours does that returns None"
+        in ended.errors
+    )
     assert ends(tmp_path / "ranks", "no gradient", *RANKS, *UNUSED) == alone
