@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
     from ddp_core.config.options import Asked
 
-Items = list[CompletionItem[str]]
-"""What a shell offers when the user presses the tab key."""
+    # Before click 8.5 the class takes no subscript.
+    Items = list[CompletionItem[str]]
+    """What a shell offers when the user presses the tab key."""
 
 
 class TitledOption(click.Option):

@@ -43,13 +43,15 @@ class Trial:
     """The experiment's name."""
     digest: str
     """The digest of the experiment with all settings."""
+    file: Path
+    """The experiment's file."""
 
     @classmethod
     def of(cls, name: str, asked: Asked, settings: Sequence[str]) -> Trial:
         """The training that is `asked` for, with further settings. Raises UserError where they cannot be set."""
         asked = asked.model_copy(update={"settings": (*asked.settings, *settings)})
-        experiment = load_with_settings(asked.experiment, asked.settings).experiment
-        return cls(name, asked, experiment.name, experiment.digest())
+        loaded = load_with_settings(asked.experiment, asked.settings)
+        return cls(name, asked, loaded.experiment.name, loaded.experiment.digest(), loaded.path)
 
     @property
     def is_new(self) -> bool:
@@ -88,15 +90,17 @@ class Trial:
             began == [asked.init_from, asked.fork]
             and asked.reduction in (None, reduction)
             and (reduction == "exact" or (layout["kind"], layout.get("shard", "none")) == (asked.layout, asked.shard))
-            and not _has_other_code(record)
+            and not _has_other_code(record, self.file)
         )
 
 
-def _has_other_code(record: Mapping[str, Any]) -> bool:
-    """Whether a file of the run's code is another one today."""
-    beside = Path(record["experiment_file"]).parent
-    kept = record.get("source", {"files": {}})["files"]
-    today = {place: beside / place for place in kept if is_file(beside / place)}
+def _has_other_code(record: Mapping[str, Any], file: Path) -> bool:
+    """Whether the experiment's `file`, or a file beside it, is another one than in the run."""
+    source = record.get("source", {"files": {}, "experiment": ""})
+    kept = source["files"]
+    today = {place: file.parent / place for place in kept if is_file(file.parent / place)}
+    if source["experiment"] in kept:
+        today[source["experiment"]] = file
     return any(hashlib.sha256(file.read_bytes()).hexdigest() != kept[place] for place, file in today.items())
 
 

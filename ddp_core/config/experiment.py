@@ -245,7 +245,7 @@ class Experiment(Frozen):
                 raise UserError(f"--set {name}: experiment {self.name} has no such setting; {hint}")
             try:
                 value = json.loads(text)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):  # no JSON, or a number or depth that Python refuses
                 value = None if text.lower() == "none" else {"true": True, "false": False}.get(text.lower(), text)
             section, _, key = name.partition(".")
             if not key:

@@ -106,3 +106,15 @@ def test_the_interval_is_students() -> None:
     assert (figure.low, figure.high) == (pytest.approx(2.5 - half, abs=1e-4), pytest.approx(2.5 + half, abs=1e-4))
     assert figure.words == "2.5 ± 1.3 (4)"
     assert over_seeds(records[:1]) is None
+
+
+def test_a_copy_with_other_code_is_trained_anew(tmp_path: Path) -> None:
+    said = []
+    for folder, more in (("one", ""), ("same", ""), ("other", "\nCHANGED = True\n")):
+        file = tmp_path / folder / "mine.py"
+        file.parent.mkdir()
+        file.write_text(Path(STOPS).read_text() + more)
+        ended = seeds(tmp_path / "out", "--seeds", "0", file=str(file))
+        assert ended.code == 0, ended.errors
+        said.append("seed 0: training" in ended.output)
+    assert said == [True, False, True]
