@@ -24,7 +24,7 @@ LINES, HEAD = "DDP_GPU_LINES", "DDP_GPU_HEAD"
 STAND_IN = "DDP_STANDIN_CUDA"
 """Variable: tests have put a stand-in in the place of CUDA (tests/support/standin_cuda)."""
 CUT_OFF = "cut off"
-"""The outcome of an item that the end of the command has met; any other is final for this commit and place."""
+"""The outcome of an item that still ran when the command's time was over; any other is final for commit and place."""
 
 Line = dict[str, Any]
 

@@ -51,15 +51,15 @@ def _fields_at(title: str, place: Sequence[int | str]) -> dict[str, list[type[Fr
 
     Empty where no record is found there.
     """
-    found = [kind for kind in _kinds_of(Frozen) if kind.__name__ == title]
+    found = [kind for kind in kinds_of(Frozen) if kind.__name__ == title]
     for name in place:
         found = [inner for kind in found for inner in _records_in(kind.model_fields.get(str(name)))]
     return {name: _records_in(field) for kind in found for name, field in kind.model_fields.items()}
 
 
-def _kinds_of(record: type[Frozen]) -> list[type[Frozen]]:
+def kinds_of(record: type[Frozen]) -> list[type[Frozen]]:
     """The classes derived from `record`."""
-    return [each for kind in record.__subclasses__() for each in (kind, *_kinds_of(kind))]
+    return [each for kind in record.__subclasses__() for each in (kind, *kinds_of(kind))]
 
 
 def _records_in(field: FieldInfo | None) -> list[type[Frozen]]:

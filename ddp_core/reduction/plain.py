@@ -48,4 +48,4 @@ class PlainReduction:
         return nn.utils.clip_grad_norm_(self._parameters, max_norm)
 
     def close(self, waits: bool = True) -> None:
-        """Do nothing: this reduction holds nothing that has to be released, and nothing to wait for."""
+        """Do nothing, whether the caller waits or not: this reduction holds nothing that has to be released."""

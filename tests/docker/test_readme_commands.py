@@ -26,7 +26,7 @@ ON_THE_IMAGE = (
     " pytest @tests/fast.args -p no:cacheprovider "
     "tests/core/cli tests/core/run tests/core/record tests/core/launch tests/distributed"
 )
-"""Words behind it for what an image may change: processes, files, what is installed. The rest has run before it."""
+"""Words behind WHOLE_SUITE that choose the tests of what an image may change: processes, files, installed packages."""
 COMMANDS = re.findall(
     r"^.*docker compose .*$",
     (ROOT / "docs" / "how-to" / "every-task.md").read_text().partition("\n## Containers\n")[2].partition("```\n\n")[0],

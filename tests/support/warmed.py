@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
 
 from ddp_core.base.documents import BadDocument, require_kind
-from ddp_core.config.records import Frozen
+from ddp_core.config.records import Frozen, kinds_of
 from ddp_core.observe.heartbeat import Beat
 from ddp_core.observe.metrics import MetricsRecord
 from ddp_core.record.directory import RecordedRun
 
-
-def _records(kind: type[Frozen]) -> Iterator[type[Frozen]]:
-    yield kind
-    for each in kind.__subclasses__():
-        yield from _records(each)
-
-
-for record in _records(Frozen):
+for record in kinds_of(Frozen):
     record.model_rebuild()
 for document in (Beat, MetricsRecord, RecordedRun, dict[str, object]):
     with contextlib.suppress(BadDocument):
