@@ -355,7 +355,7 @@ class RunsOut(OneByOne):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_iterator_at_its_end_does_not_end_the_samples(workers: int) -> None:
-    """This process reads the first step, also with workers, to learn its size; the second one is too long for `items`."""
+    """This process reads the first step, also with workers, to learn its size; the second is too long for `items`."""
     wanted = [(0, [np.arange(2)]), (0, [np.arange(2, 8)])]
     with pytest.raises(UserError, match=r"test_loader\.py:\d+: your data set raised StopIteration, .*anew") as failure:
         list(Loader(RunsOut(), workers=workers).stream(wanted))
