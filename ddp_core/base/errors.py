@@ -25,6 +25,10 @@ class ExitCode(IntEnum):
     STOPPED = 75
 
 
+DIFFERENT = 1
+"""Exit code of commands that compare, where things are not the same. No worker ends with it: torch's own ends are 1."""
+
+
 class UserError(Exception):
     """An error that the user can mend: its message says what is wrong, where, and what to do now.
 

@@ -12,12 +12,11 @@ from typing import Any
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 from ddp_core.base.digests import weights_digest
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.base.files import NewFile, is_file, is_there, sha256_of, sync
 from ddp_core.base.refusals import refused
 from ddp_core.checkpoint import read_checkpoint
 from ddp_core.checkpoint.manifest import manifest_at
-from ddp_core.cli.repeating import DIFFERENT
 from ddp_core.cli.verify import verify_run
 from ddp_core.config.layout import LayoutKind
 from ddp_core.experiment.source import read_source

@@ -174,15 +174,17 @@ def list_() -> int:
 
 @ddp.command(options=partial(field_options, "output"))
 @click.argument("runs", metavar="[RUN|DIR]...", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--no-check", "checks", flag_value=False, default=True, help="End with 0 whatever the weights are.")
 @_as_json
-def compare(runs: tuple[Path, ...], output: str, as_json: bool) -> int:
+def compare(runs: tuple[Path, ...], output: str, checks: bool, as_json: bool) -> int:
     """Show runs side by side, and whether the weights agree.
 
-    A name is a run directory or a folder of them. Without any name all runs below --output are shown.
+    A name is a run directory or a folder of them. Without any name all runs below --output are shown. The exit code is
+    1 where exact runs under one fingerprint have other weights.
     """
     from ddp_core.cli.compare import compare_runs
 
-    return compare_runs(runs or [Path(output)], as_json)
+    return compare_runs(runs or [Path(output)], as_json, checks)
 
 
 @ddp.command(options=partial(field_options, "output"))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.cli.seeds_table import facts_over_seeds, table_over_seeds
+from ddp_core.config.records import dotted
+from ddp_core.distributed.reports import tell_user
 from ddp_core.record.data import how_compared
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
 from ddp_core.record.early import how_it_ended
@@ -21,10 +24,11 @@ from ddp_core.record.own_figures import MOST, PREFIX, in_words, own_figures
 RunAndRecord = tuple[RunDirectory, Mapping[str, Any]]
 
 
-def compare_runs(places: Sequence[Path], as_json: bool = False) -> int:
-    """Print one table per experiment, or all of them as JSON.
+def compare_runs(places: Sequence[Path], as_json: bool = False, checks: bool = True) -> int:
+    """Print one table per experiment, or all of them as JSON; returns the exit code.
 
-    Raises UserError where there is no run, or where one of `places` is a run directory without a readable record.
+    That is 1 where exact runs have other weights than the promise gives them, unless it is not to be asked (`checks`).
+    Raises UserError where one of `places` holds no run, or is a run directory without a readable record.
     """
 
     def on_bad(directory: RunDirectory, problem: str) -> None:
@@ -32,9 +36,15 @@ def compare_runs(places: Sequence[Path], as_json: bool = False) -> int:
             raise UserError(problem)
         pass_over(directory, problem)
 
-    runs = [run for place in places for run in find_runs(place, on_bad)]
-    if not runs:
-        raise UserError(f"no runs in {', '.join(map(str, places))}; train one with `ddp train digits`")
+    found = [list(find_runs(place, on_bad)) for place in places]
+    if empty := [str(place) for place, some in zip(places, found, strict=True) if not some]:
+        raise UserError(f"no runs in {', '.join(empty)}; train one with `ddp train digits`")
+    # A run that lies below several of the places is still one run.
+    runs = list({run[0].path.absolute(): run for some in found for run in some}.values())
+    refused = [run for run in runs if run[0].path not in places and _is_refused(*run)]
+    if 0 < len(refused) < len(runs):
+        runs = [run for run in runs if run not in refused]
+        tell_user(f"left out: {len(refused)} that ended as bad input before the first step; name one to see it")
     digests = dict.fromkeys(record["experiment_sha256"] for _, record in runs)
     families: dict[str, list[Mapping[str, Any]]] = {}
     for _, record in runs:
@@ -45,9 +55,40 @@ def compare_runs(places: Sequence[Path], as_json: bool = False) -> int:
         print(json.dumps([facts(group) | {"over_seeds": seeds[family_of(group[0][1])]} for group in groups], indent=1))
     else:
         seeds_of = [(over_seeds(records), records[0]["experiment"]["name"]) for records in families.values()]
-        last = [text for found, name in seeds_of if (text := table_over_seeds(found, name)) is not None]
-        print("\n".join([*(table(group) for group in groups), *last]))
-    return ExitCode.DONE
+        last = [text for seeds, name in seeds_of if (text := table_over_seeds(seeds, name)) is not None]
+        titles = titles_of([[record for _, record in group] for group in groups])
+        print("\n".join([*(table(*pair) for pair in zip(groups, titles, strict=True)), *last]))
+    broken = any(is_unlike_the_promise([record for _, record in group]) for group in groups)
+    return DIFFERENT if checks and broken else ExitCode.DONE
+
+
+def _is_refused(directory: RunDirectory, record: Mapping[str, Any]) -> bool:
+    """Whether the run ended as bad input before its first step."""
+    is_bad = record["status"] == "failed" and record["exit_code"] == ExitCode.BAD_INPUT
+    return is_bad and not (directory.metrics.exists() and directory.metrics.stat().st_size)
+
+
+def titles_of(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """A title for the runs of each experiment: its name, and what sets it apart from the others of that name.
+
+    It is set apart from the experiment of its name that has most runs.
+    """
+    main: dict[str, Sequence[Mapping[str, Any]]] = {}
+    for group in sorted(groups, key=len, reverse=True):
+        main.setdefault(group[0]["experiment"]["name"], group)
+    titles = []
+    for group in groups:
+        experiment = group[0]["experiment"]
+        apart = set_apart(experiment, main[experiment["name"]][0]["experiment"])
+        titles.append(f"{experiment['name']}, {apart}" if apart else experiment["name"])
+    return titles
+
+
+def set_apart(own: Mapping[str, Any], main: Mapping[str, Any]) -> str:
+    """The first settings, with their values, in which an experiment is not like the `main` one of its name."""
+    here, there = dotted(own), dotted(main)
+    varied = [name for name in here if name != "name" and there.get(name, ...) != here[name]]
+    return ", ".join(f"{name}={json.dumps(here[name])}" for name in varied[:3]) + (" …" if len(varied) > 3 else "")
 
 
 def facts(runs: Sequence[RunAndRecord]) -> dict[str, Any]:
@@ -63,21 +104,23 @@ def facts(runs: Sequence[RunAndRecord]) -> dict[str, Any]:
     }
 
 
-def table(runs: Sequence[RunAndRecord]) -> str:
+def table(runs: Sequence[RunAndRecord], title: str) -> str:
     """The table of runs of one experiment, with the verdict on their digests below it.
 
     Accuracy and the experiment's own figures, the first of them, have a column where a run has them. Where a run is
     sharded, which is done for the sake of memory, a column shows how much of it the steps took; where of the data of a
-    run a sample was digested, or they are random, a column says so.
+    run a sample was digested, or they are random, a column says so; another one says how runs have ended, where one is
+    not completed.
     """
-    name = runs[0][1]["experiment"]["name"]
     sharded = any(record["layout"].get("shard", "none") != "none" for _, record in runs)
     in_part = any(how_compared(record) in ("sample", "random") for _, record in runs)
     own = own_figures(record.get("result") or {} for _, record in runs)[:MOST]
-    cells = [_row(_facts_of(directory, record, _reference(runs)), own, sharded, in_part) for directory, record in runs]
+    each = [_facts_of(directory, record, _reference(runs)) for directory, record in runs]
+    unfinished = any(facts["status"] != "completed" for facts in each)
+    cells = [_row(facts, own, sharded, in_part, unfinished) for facts in each]
     broken = [f"! {directory.path.name}: {what}" for directory, record in runs if (what := what_broke_it(record))]
     early = [f"{directory.path.name}: {words}" for directory, record in runs if (words := _early(record))]
-    return "\n".join([name, *aligned(cells), *broken, *early, verdict([record for _, record in runs]), ""])
+    return "\n".join([title, *aligned(cells), *broken, *early, verdict([record for _, record in runs]), ""])
 
 
 def aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
@@ -107,20 +150,42 @@ def _verdict(exact: Sequence[Mapping[str, Any]]) -> str:
     digests = {record["weights_sha256"] for record in exact}
     if len(digests) == 1:
         return f"{len(exact)} exact runs, identical ({digests.pop()[:16]}…){_on_unlike_cpus(exact)}"
-    first, other = exact[0], next(r for r in exact if r["weights_sha256"] != exact[0]["weights_sha256"])
+    if (pair := _unlike_the_promise(exact)) is None:
+        first, other = exact[0], next(r for r in exact if r["weights_sha256"] != exact[0]["weights_sha256"])
+        return f"{len(digests)} different ones, {_reason(first, other)}"
+    by_sample = " (their data were compared by a sample)" if "sample" in map(how_compared, pair) else ""
+    return f"{len(digests)} different ones under one fingerprint{by_sample}: `ddp verify RUN` says where they part"
+
+
+def is_unlike_the_promise(records: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether two of these runs have other weights though nothing explains it: the promise says they have the same.
+
+    `records`: of one experiment.
+    """
+    return _unlike_the_promise(_comparable(records)) is not None
+
+
+def _unlike_the_promise(exact: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """The first two runs of one experiment whose weights differ for no reason that is known."""
+    for first, other in combinations(exact, 2):
+        if first["weights_sha256"] != other["weights_sha256"] and _reason(first, other) is None:
+            return first, other
+    return None
+
+
+def _reason(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Why two exact runs of one experiment may end with other weights; None where nothing explains it."""
     changed = [what for what, digest in _origin(first).items() if digest != _origin(other)[what]]
     if changed:
-        return f"{len(digests)} different ones, of other {' and other '.join(changed)}"
+        return f"of other {' and other '.join(changed)}"
     if _early(first) != _early(other):
         ends = (_early(each) or "trained to its last step" for each in (first, other))
-        return f"{len(digests)} different ones, of other lengths ({'; '.join(ends)})"
+        return f"of other lengths ({'; '.join(ends)})"
     if "random" in map(how_compared, (first, other)):
-        return f"{len(digests)} different ones, of data that differ from one read to the next"
-    parts = fingerprint_differences(first["fingerprint"], other["fingerprint"])
-    if parts:
-        return f"{len(digests)} different ones, under other fingerprints ({parts[0]}): the promise does not cover that"
-    by_sample = " (their data were compared by a sample)" if "sample" in map(how_compared, (first, other)) else ""
-    return f"{len(digests)} different ones under one fingerprint{by_sample}: `ddp verify RUN` says where they part"
+        return "of data that differ from one read to the next"
+    if parts := fingerprint_differences(first["fingerprint"], other["fingerprint"]):
+        return f"under other fingerprints ({parts[0]}): the promise does not cover that"
+    return None
 
 
 def _early(record: Mapping[str, Any]) -> str | None:
@@ -181,7 +246,7 @@ def _facts_of(directory: RunDirectory, record: Mapping[str, Any], reference: flo
     }
 
 
-def _row(facts: dict[str, Any], own: Sequence[str], sharded: bool, in_part: bool) -> dict[str, str]:
+def _row(facts: dict[str, Any], own: Sequence[str], sharded: bool, in_part: bool, unfinished: bool) -> dict[str, str]:
     """The cells of a run by the names of their columns."""
     predicted = facts["predicted_memory_bytes"]
     # The memory of the steps alone, without evaluations and saves.
@@ -200,7 +265,8 @@ def _row(facts: dict[str, Any], own: Sequence[str], sharded: bool, in_part: bool
         **({"in steps": in_steps} if sharded else {}),
         "data wait": _number(facts["data_wait"], "{:.1f}%", 100),
         **({"data": facts["data"] or "-"} if in_part else {}),
-        "weights": (facts["weights_sha256"] or facts["status"])[:12] + (" !" if facts["promise_broken"] else ""),
+        **({"status": facts["status"]} if unfinished else {}),
+        "weights": (facts["weights_sha256"] or "-")[:12] + (" !" if facts["promise_broken"] else ""),
         "run": Path(facts["run"]).name,
     }
 

@@ -22,14 +22,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ddp_core.base.digests import weights_digest
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.cli import training
 from ddp_core.cli.compare import aligned
 from ddp_core.cli.devices import gpus_here
 from ddp_core.cli.preflight_figures import expectations, measured
 from ddp_core.cli.preflight_layouts import Attempts, layouts_to_try
 from ddp_core.cli.prepare import check_request, prepare
-from ddp_core.cli.repeating import DIFFERENT
 from ddp_core.cli.verify_layouts import shard_modes_for
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Asked, NodeRange

@@ -22,9 +22,6 @@ from ddp_core.record.environment import describe_code, recorded_numerics
 from ddp_core.record.guarded import broken_promise
 from ddp_core.record.weights import has_weights, read_weights
 
-DIFFERENT = 1
-"""Exit code of commands that repeat a run, where something is not that of the record."""
-
 
 class Different(Exception):
     """Code, data, initial or final weights are not as recorded, so training again would prove nothing."""

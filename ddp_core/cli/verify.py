@@ -8,11 +8,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddp_core.base.digests import weights_digest
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.base.files import is_file
 from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.checkpoint import find_checkpoints
-from ddp_core.cli.repeating import DIFFERENT, Different, checked, other_ddp, place_of
+from ddp_core.cli.repeating import Different, checked, other_ddp, place_of
 from ddp_core.cli.training import train_silently
 from ddp_core.config.layout import LayoutKind
 from ddp_core.config.options import Asked

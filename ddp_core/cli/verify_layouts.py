@@ -10,9 +10,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.cli.prepare import load_with_settings
-from ddp_core.cli.repeating import DIFFERENT
 from ddp_core.cli.training import train_silently
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import SHARD_MODES, DeviceType, ShardMode

@@ -16,14 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_core.base.ending import said_by
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.numerics.limits import LIMITS, RULES, require_portable_here
 from ddp_lab.options import Parser
 from ddp_lab.probe.published import NAMES, Published, published
 from ddp_lab.probe.sharing import outcome, record_of
-
-DIFFERENT = 1
-"""Exit code of `ddp probe` where this machine has other bits than the published ones."""
 
 Found = dict[tuple[str, str], dict[str, str]]
 """By kind (`operations` or `training_steps`) and name, either `digest` or `trouble`."""

@@ -9,13 +9,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.cli import training
 from ddp_core.cli.audit.draw import Segment, claims, drawn, needed_draws, passing, segments_of
 from ddp_core.cli.audit.replay import replay
 from ddp_core.cli.audit.whole_chain import WholeChain, check_begin, check_chain
 from ddp_core.cli.prepare import load_with_settings
-from ddp_core.cli.repeating import DIFFERENT, Different, checked, place_of
+from ddp_core.cli.repeating import Different, checked, place_of
 from ddp_core.config.layout import LayoutKind, ShardMode
 from ddp_core.config.options import Asked
 from ddp_core.experiment.request import build_splits

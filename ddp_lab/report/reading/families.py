@@ -9,13 +9,11 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ddp_core.base.fingerprint import fingerprint_differences
-from ddp_core.cli.compare import verdict
-from ddp_core.config.records import dotted
+from ddp_core.cli.compare import set_apart, verdict
 from ddp_lab.report.reading.runs import Run
 from ddp_lab.report.values import Spread, plural, slug
 
@@ -166,9 +164,10 @@ def find_families(runs: Sequence[Run]) -> list[Family]:
     families: list[Family] = []
     for name in sorted(by_name):
         alike = sorted(by_name[name], key=lambda members: -len(members))
-        main = dotted(alike[0][0].record["experiment"])
+        main = alike[0][0].record["experiment"]
         for members in alike:
-            difference = _difference(dotted(members[0].record["experiment"]), main)
+            # The runs of a family have several seeds.
+            difference = set_apart({**members[0].record["experiment"], "seed": main.get("seed")}, main)
             families.append(_family(name, members, difference, {family.anchor for family in families}))
     return families
 
@@ -177,11 +176,6 @@ def _key(run: Run) -> str:
     return json.dumps(
         {name: value for name, value in run.record["experiment"].items() if name != "seed"}, sort_keys=True
     )
-
-
-def _difference(own: Mapping[str, Any], main: Mapping[str, Any]) -> str:
-    varied = [name for name in own if name not in ("seed", "name") and main.get(name) != own[name]]
-    return ", ".join(f"{name}={json.dumps(own[name])}" for name in varied[:3]) + (" …" if len(varied) > 3 else "")
 
 
 def _anchor(title: str, taken: set[str]) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from ddp_core.base.errors import UserError
 from ddp_core.cli.compare import compare_runs, table, verdict
+from ddp_core.cli.entry import main
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
 from ddp_core.record.directory import RunDirectory
@@ -47,7 +48,7 @@ def write(output: Path, number: int, content: dict[str, Any]) -> RunDirectory:
 
 def rows(output: Path, *records: dict[str, Any]) -> list[list[str]]:
     runs = [(write(output, number, content), content) for number, content in enumerate(records)]
-    lines = table(runs).splitlines()
+    lines = table(runs, "mine").splitlines()
     header = lines[1]
     starts = [
         index
@@ -118,11 +119,12 @@ def test_without_a_single_run_there_is_no_speed_up(tmp_path: Path) -> None:
 
 def test_a_run_without_a_result_is_shown_with_its_status(tmp_path: Path) -> None:
     unfinished = {"weights_sha256": None, "result": {}}
-    _, _, failed, interrupted, *_ = rows(
+    header, _, failed, interrupted, *_ = rows(
         tmp_path, record(status="failed", **unfinished), record(status="running", **unfinished)
     )
-    assert failed[3:9] == ["-", "-", "-", "-", "-", "failed"]
-    assert interrupted[8] == "interrupted", "nobody holds the lock of that directory"
+    assert header[8:10] == ["status", "weights"]
+    assert failed[3:10] == ["-", "-", "-", "-", "-", "failed", "-"]
+    assert interrupted[8:10] == ["interrupted", "-"], "nobody holds the lock of that directory"
 
 
 def test_equal_digests_are_identical() -> None:
@@ -170,6 +172,66 @@ def test_data_that_were_not_digested_as_a_whole_say_so(tmp_path: Path) -> None:
     assert "under one fingerprint (their data were compared by a sample)" in sampled
     changing = verdict([record(**random), record(DDP, weights="b" * 64, **random)])
     assert changing.endswith("of data that differ from one read to the next")
+
+
+def test_other_weights_under_one_fingerprint_end_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = {"fingerprint": {"threads": 2}}
+    write(tmp_path, 0, record())
+    write(tmp_path, 1, record(DP, weights="b" * 64, **elsewhere))
+    assert compare_runs([tmp_path]) == 0, "nothing is promised between these"
+    write(tmp_path, 2, record(DDP, weights="c" * 64, **elsewhere))
+    assert compare_runs([tmp_path]) == 1, "the first run explains neither of the other two"
+    assert "3 different ones under one fingerprint" in capsys.readouterr().out
+    assert compare_runs([tmp_path], as_json=True) == 1
+    assert compare_runs([tmp_path], checks=False) == 0
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_the_command_has_a_way_to_the_table_alone(tmp_path: Path, form: tuple[str, ...]) -> None:
+    write(tmp_path, 0, record())
+    write(tmp_path, 1, record(DDP, weights="b" * 64))
+    assert main(["compare", str(tmp_path), *form]) == 1
+    assert main(["compare", str(tmp_path), *form, "--no-check"]) == 0
+
+
+def test_a_place_without_runs_is_an_error_also_beside_others(tmp_path: Path) -> None:
+    run = write(tmp_path, 0, record())
+    missing = tmp_path / "missing"
+    with pytest.raises(UserError, match=f"no runs in {missing};") as raised:
+        compare_runs([run.path, missing])
+    assert raised.value.exit_code == 2
+
+
+def test_a_run_that_is_named_twice_is_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path, 0, record())
+    assert compare_runs([tmp_path, run.path]) == 0
+    assert "fewer than two completed exact runs" in capsys.readouterr().out
+
+
+def test_runs_that_were_refused_are_counted_and_shown_where_they_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, 0, record())
+    refused = write(tmp_path, 1, record(DDP, status="failed", exit_code=2, weights_sha256=None, result={}))
+    trained = write(tmp_path, 2, record(DP, status="failed", exit_code=2, weights_sha256=None, result={}))
+    trained.metrics.write_text('{"kind": "step", "step": 1}\n')
+    compare_runs([tmp_path])
+    said = capsys.readouterr()
+    assert refused.path.name not in said.out
+    assert trained.path.name in said.out
+    assert said.err == "ddp: left out: 1 that ended as bad input before the first step; name one to see it\n"
+    compare_runs([refused.path])
+    assert refused.path.name in capsys.readouterr().out
+
+
+def test_tables_of_one_name_say_what_sets_them_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    longer = EXPERIMENT.model_copy(update={"epochs": 7, "seed": 3})
+    write(tmp_path, 0, record(experiment=longer, experiment_sha256="f"))
+    write(tmp_path, 1, record())
+    write(tmp_path, 2, record(DDP))
+    compare_runs([tmp_path])
+    titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("mine") and " over " not in line]
+    assert titles == ["mine, seed=3, epochs=7", "mine"]
 
 
 def test_each_experiment_has_a_table_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
