@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.observe.ledger import audit, committed_steps
 from ddp_core.record.directory import RunDirectory
 from ddp_lab.chaos.watch import parse_lines
@@ -65,7 +65,7 @@ def judge(report: DrillReport, run: Path | None, undisturbed: Path | None) -> No
     """Fill in digests, ledger, remarks and exit code.
 
     The exit code is 0 only where the weights are the same, the ledger is whole, the run recovered from every fault, and
-    nothing is left behind.
+    nothing is left behind. It is 1 where the run has ended with other weights.
     """
     report.undisturbed_digest = None if undisturbed is None else RunDirectory(undisturbed).read()["weights_sha256"]
     if run is None:
@@ -86,7 +86,8 @@ def judge(report: DrillReport, run: Path | None, undisturbed: Path | None) -> No
     report.remarks += [f"left behind: {name}" for name in report.left_behind]
     whole = report.identical and report.ledger_whole and not report.remarks
     good = whole and all(fault.good for fault in report.faults)
-    report.exit_code = ExitCode.DONE if good else ExitCode.PEERS_LOST
+    differ = report.digest is not None and report.undisturbed_digest is not None and not report.identical
+    report.exit_code = ExitCode.DONE if good else DIFFERENT if differ else ExitCode.PEERS_LOST
 
 
 def read_ledger(run: Path, total: int | None) -> tuple[str, bool]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from ddp_core.base.ending import said_by
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.base.extras import require
 from ddp_core.cli.entry import asked_by
 from ddp_core.cli.prepare import load_with_settings
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     up.add_argument("--backend", choices=("auto", "docker", "local"), default="auto")
     up.add_argument("--output", type=Path, default=Path(os.environ.get("DDP_OUTPUT", "outputs")))
     up.add_argument("--data-dir", type=Path, default=Path(os.environ.get("DDP_DATA", "data")))
+    up.add_argument("--no-check", dest="checks", action="store_false", help="end with 0 whatever the weights are")
     check = commands.add_parser("check", help="say what is missing for a service of compose.yaml")
     check.add_argument("service")
     known, options = parser.parse_known_args(arguments)
@@ -71,7 +72,10 @@ def _as_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def train(known: argparse.Namespace, options: tuple[str, ...]) -> int:
-    """Train the baseline where there is none, then the cluster; set both in one table; the cluster's exit code."""
+    """Train the baseline where there is none, then the cluster, and set both in one table; returns the exit code.
+
+    That is the cluster's; but 1 where it ended well with other weights than the baseline, or than the published ones.
+    """
     if known.nodes < 1 or known.nproc < 1:
         raise UserError(f"a cluster has at least one node and one process per node, not {known.nodes} x {known.nproc}")
     planned = plan(known.experiment, options)
@@ -98,15 +102,20 @@ def train(known: argparse.Namespace, options: tuple[str, ...]) -> int:
     say(f"{known.experiment} on {known.nodes} nodes x {known.nproc} processes as {backend.name}")
     verdict = launch(spec, backend)
     run = find_launched(known.output, spec.launch_id)
-    if run is not None:
-        _compare([path for path in (baseline, run) if path is not None])
+    if run is None:
         if verdict.exit_code == ExitCode.DONE:
-            record = RunDirectory(run).read()
-            if line := beside_published(record, published()):
-                say(line)
-            for line in explain_gain(RunDirectory(baseline).read(), record) if baseline is not None else []:
-                say(line)
-    return verdict.exit_code
+            raise UserError(f"every node ended with 0, but no run of this launch is in {known.output}: look there")
+        return verdict.exit_code
+    compared = _compare([path for path in (baseline, run) if path is not None], known.checks)
+    if verdict.exit_code != ExitCode.DONE:
+        return verdict.exit_code
+    record = RunDirectory(run).read()
+    beside = beside_published(record, published())
+    if beside is not None:
+        say(beside.line)
+    for line in explain_gain(RunDirectory(baseline).read(), record) if baseline is not None else []:
+        say(line)
+    return DIFFERENT if known.checks and beside is not None and not beside.is_same else compared
 
 
 def plan(experiment: str, options: Sequence[str]) -> Planned:
@@ -161,10 +170,12 @@ def launch(spec: Spec, backend: Backend) -> Verdict:
     return verdict
 
 
-def _compare(runs: Sequence[Path]) -> None:
+def _compare(runs: Sequence[Path], checks: bool) -> int:
+    """Print the table of `ddp compare`; returns its exit code."""
+    words = ["compare", *map(str, runs), *([] if checks else ["--no-check"])]
     with _printing:
         print(flush=True)
-        subprocess.run([sys.executable, "-m", "ddp_core", "compare", *map(str, runs)], check=False)
+        return subprocess.run([sys.executable, "-m", "ddp_core", *words], check=False).returncode
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_core.base.errors import UserError
 from ddp_core.cli.prepare import load_with_settings
@@ -11,8 +11,15 @@ from ddp_core.experiment.file import INSTALLED
 from ddp_lab.probe.published import Published
 
 
-def beside_published(record: Mapping[str, Any], table: Published) -> str | None:
-    """One line about a completed run (its run.json); None where nothing is published for what it trained.
+class Beside(NamedTuple):
+    """A run's weights beside the published ones of its experiment."""
+
+    is_same: bool
+    line: str
+
+
+def beside_published(record: Mapping[str, Any], table: Published) -> Beside | None:
+    """What is to be said of a completed run (its run.json); None where nothing is published for what it trained.
 
     Published is what a shipped experiment ends with, with its own settings and by the table's rules.
     """
@@ -28,7 +35,8 @@ def beside_published(record: Mapping[str, Any], table: Published) -> str | None:
     if record["experiment_sha256"] != shipped.digest():
         return None
     if record["weights_sha256"] == expected:
-        return f"these are the published weights of {name}: every x86-64 CPU with AVX2 ends with them"
+        return Beside(True, f"these are the published weights of {name}: every x86-64 CPU with AVX2 ends with them")
     other = table.other_torch(record["fingerprint"]["torch"])
     why = "" if other is None else f"they were made with torch {table.torch}, and this is {other}; "
-    return f"NOT the published weights of {name} ({expected[:16]}…): {why}`ddp probe` says what differs here"
+    line = f"NOT the published weights of {name} ({expected[:16]}…): {why}`ddp probe` says what differs here"
+    return Beside(False, line)

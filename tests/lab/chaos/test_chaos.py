@@ -182,7 +182,7 @@ def test_a_drill_passes_only_with_the_same_weights_and_a_whole_ledger(tmp_path: 
     assert "kill node-1" in shown
     assert "passed" in shown
 
-    assert judged(make_run(tmp_path / "other", digest="b" * 64), undisturbed).exit_code != 0
+    assert judged(make_run(tmp_path / "other", digest="b" * 64), undisturbed).exit_code == 1
     unfinished = make_run(tmp_path / "unfinished", status="failed", weights_sha256=None)
     assert judged(unfinished, undisturbed).exit_code != 0
     (unfinished / "run.json").write_text("[" * 100_000)

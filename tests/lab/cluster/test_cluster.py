@@ -22,7 +22,7 @@ from ddp_lab.cluster.gpus import check_service
 from ddp_lab.cluster.local import LocalBackend
 from ddp_lab.cluster.published_run import beside_published
 from ddp_lab.cluster.runs import Planned, find_baseline, find_launched, settings_of
-from ddp_lab.cluster.verdict import NodeResult, judge
+from ddp_lab.cluster.verdict import NodeResult, Verdict, judge
 from ddp_lab.probe.published import published
 from tests.support.commands import Ended, ddp, train
 from tests.support.commands import command as start
@@ -281,17 +281,19 @@ def test_a_run_is_set_beside_what_is_published_of_its_experiment(name: str) -> N
         "fingerprint": {"torch": table.torch, "numerics_rules": table.rules},
     }
     assert beside_published(record, table) == (
-        f"these are the published weights of {name}: every x86-64 CPU with AVX2 ends with them"
+        True,
+        f"these are the published weights of {name}: every x86-64 CPU with AVX2 ends with them",
     )
-    line = beside_published(record | {"weights_sha256": "other"}, table)
-    assert line is not None
-    assert line.startswith(f"NOT the published weights of {name}")
-    assert line.endswith("…): `ddp probe` says what differs here")
-    line = beside_published(
+    beside = beside_published(record | {"weights_sha256": "other"}, table)
+    assert beside is not None
+    assert not beside.is_same
+    assert beside.line.startswith(f"NOT the published weights of {name}")
+    assert beside.line.endswith("…): `ddp probe` says what differs here")
+    beside = beside_published(
         record | {"weights_sha256": "other", "fingerprint": record["fingerprint"] | {"torch": "1.0"}}, table
     )
-    assert line is not None
-    assert f"made with torch {table.torch}, and this is 1.0;" in line
+    assert beside is not None
+    assert f"made with torch {table.torch}, and this is 1.0;" in beside.line
     for other in (
         {"experiment": {"name": "mine"}},
         {"experiment_sha256": "with other settings"},
@@ -300,6 +302,45 @@ def test_a_run_is_set_beside_what_is_published_of_its_experiment(name: str) -> N
         {"options": {"reduction": "plain"}},
     ):
         assert beside_published(record | other, table) is None
+
+
+@pytest.mark.parametrize(
+    ("single", "cluster", "options", "code"),
+    [
+        ("published", "published", (), 0),
+        ("published", "b" * 64, (), 1),
+        ("b" * 64, "b" * 64, (), 1),
+        ("b" * 64, "c" * 64, ("--no-check",), 0),
+        ("published", None, (), 2),
+    ],
+    ids=["the published weights", "other weights", "the same, but unpublished", "unchecked", "no run"],
+)
+def test_a_cluster_with_other_weights_than_promised_ends_with_1(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    single: str,
+    cluster: str | None,
+    options: tuple[str, ...],
+    code: int,
+) -> None:
+    table, digest = published(), command.plan("toy_mlp", []).digest
+
+    def write(name: str, weights: str, **fields: Any) -> None:
+        weights = table.runs["toy_mlp"] if weights == "published" else weights
+        shipped = load_with_settings("toy_mlp", []).experiment
+        fingerprint = {"torch": table.torch, "numerics_rules": table.rules}
+        fields |= {"experiment": shipped, "experiment_sha256": digest, "fingerprint": fingerprint}
+        write_run(tmp_path, name, weights_sha256=weights, **fields)
+
+    def launched(spec: Spec, backend: object) -> Verdict:
+        if cluster is not None:
+            write("2", cluster, layout=Layout(kind="ddp", nproc_per_node=2), launch_id=spec.launch_id)
+        return Verdict(0, ())
+
+    write("1", single)
+    monkeypatch.setattr(command, "launch", launched)
+    words = ["up", "--backend", "local", "--experiment", "toy_mlp", "--output", str(tmp_path), *options]
+    assert command.main(words) == code
 
 
 UP = ("up", "--backend", "local", "--nproc", "1", "--experiment", "toy_mlp")
