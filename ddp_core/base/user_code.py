@@ -24,6 +24,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _MARK = "_ddp_crossed"
 _OURS = ""
+INSTEAD = "raise an ordinary exception to end a run for an error, or make it shorter with --set max_steps=N"
+"""What to do instead of leaving in the midst of a run."""
 
 
 class LeftEarly(Exception):
@@ -69,7 +71,7 @@ def left_early(error: BaseException, what: str) -> LeftEarly:
     words = " ".join(str(error).split())
     early = LeftEarly(
         f"{what} left{place} by {type(error).__name__}{f': {words}' if words else ''}, so training is not finished; "
-        "raise an ordinary exception to end a run for an error, or make it shorter with --set max_steps=N"
+        f"{INSTEAD}"
     )
     _mark(early, what)
     return early

@@ -10,14 +10,17 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_core.base.errors import UserError
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.silent_ends import no_silent_end
 from ddp_core.cli.early_numerics import EarlyNumerics
 from ddp_core.config.options import Asked, NodeRange
 from ddp_core.distributed.addresses import address_served, require_port
 from ddp_core.distributed.launchers import Node
+from ddp_core.distributed.reports import report_end
 from ddp_core.distributed.stop import signal_named, stops_at_once
 from ddp_core.distributed.world import World, node_here
 from ddp_core.record.lock import require_unlocked
@@ -53,7 +56,7 @@ def carry_out(
     from ddp_core.run.run import run_worker, worker_main
 
     use_chosen_threads()
-    with blamed:
+    with blamed, no_silent_end(partial(_tell, world)):
         request = prepare(asked, shlex.join(["ddp", *words]), numerics.can_hold)
     if evaluated is not None:
         request = replace(request, evaluated=evaluated())
@@ -72,13 +75,18 @@ def carry_out(
                     "process; use --layout ddp"
                 )
             return run_worker(request, world)
-        check_request(request)
+        with no_silent_end(partial(_tell, world)):
+            check_request(request)
         if request.layout.kind != "ddp":
             return run_worker(request, world)
         from ddp_core.launch.launch import launch
         from ddp_core.launch.meeting import Meeting
 
         return launch(request, Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id, is_host), worker_main)
+
+
+def _tell(world: World, line: str) -> None:
+    report_end(world, ExitCode.BAD_INPUT, line)
 
 
 def follow_launcher(asked: Asked, world: World, node: Node | None) -> tuple[Asked, bool]:

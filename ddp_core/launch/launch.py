@@ -43,6 +43,8 @@ from ddp_core.launch.spawn import spawn
 from ddp_core.record.directory import RunDirectory, find_launch
 
 _CUT_OFF_SECONDS = 20.0
+_OUTDATED_SECONDS = 60.0
+"""So long a file server may show a record as it was before another node changed it."""
 _ENDING_SECONDS = 2.0
 _LOOKING_SECONDS, _LIVE_SECONDS = 0.1, 0.001
 """Between two looks at the workers; in a live recovery, each look waits for news itself."""
@@ -70,21 +72,27 @@ def launch(request: Request, meeting: Meeting, entry: Entry) -> int:
             stack.callback(signal.signal, number, signal.SIG_IGN)
         file = Path(stack.enter_context(TemporaryDirectory(prefix="ddp-", ignore_cleanup_errors=True))) / "request.json"
         file.write_text(request.to_json(), encoding="utf-8")
-        if request.options.launcher == "spawn":
-            return spawn(request, [str(file)], entry)
         meeting = replace(meeting, launch_id=meeting.launch_id or f"ddp-{secrets.token_hex(8)}")
-        return _launch_elastic(request, meeting, str(file), entry)
+        if request.options.launcher == "spawn":
+            code = spawn(request, [str(file)], entry, meeting.launch_id)
+        else:
+            code = _launch_elastic(request, meeting, str(file), entry)
+        if code:
+            _close_record(request, meeting, code)
+        elif request.evaluated is None:
+            _require_completed(request, meeting)
+        return code
 
 
 def _launch_elastic(request: Request, meeting: Meeting, file: str, entry: Entry) -> int:
-    """Run the request with torchrun's agent, and close its record where rank 0 could not; returns the exit code."""
+    """Run the request with torchrun's agent; returns the exit code. Where it raises, the record is closed before."""
     words, facts = ["-m", entry.__module__.rpartition(".")[0], file], facts_of_nodes(request)
     # Only for CPUs: with GPUs, this process may have asked the CUDA driver for them, which does not survive a fork.
     can_fork = request.layout.device == "cpu" and sys.platform == "linux"
     starter: AbstractContextManager[Nursery | None] = Nursery(entry) if can_fork else nullcontext()
     try:
         with starter as nursery:
-            code = _run_until_met(request, meeting, partial(_run_node, request, meeting, words, facts, nursery))
+            return _run_until_met(request, meeting, partial(_run_node, request, meeting, words, facts, nursery))
     except HandedOver:
         raise  # the record is of those that go on
     except UserError as error:
@@ -92,9 +100,6 @@ def _launch_elastic(request: Request, meeting: Meeting, file: str, entry: Entry)
             return ExitCode.DONE
         _close_record(request, meeting, error.exit_code)
         raise
-    if code:
-        _close_record(request, meeting, code)
-    return code
 
 
 def _run_until_met(request: Request, meeting: Meeting, run_node: Callable[[], int]) -> int:
@@ -269,6 +274,26 @@ def _is_completed(request: Request, meeting: Meeting) -> bool:
     return False
 
 
+def _require_completed(request: Request, meeting: Meeting) -> None:
+    """Raises UserError where the run of this launch is not completed though every worker has ended with 0.
+
+    Its record is asked, which another node may have on a disk of its own alone: then that node asks it.
+    """
+    until = time.monotonic() + (_OUTDATED_SECONDS if meeting.max_nodes > 1 else 0)
+    while not _is_completed(request, meeting):
+        directory = _run_of(request, meeting)
+        if directory is None and meeting.max_nodes > 1:
+            return
+        if time.monotonic() > until:
+            _close_record(request, meeting, ExitCode.BAD_INPUT)
+            which = "no run of this launch is there" if directory is None else f"{directory.path} is not completed"
+            raise UserError(
+                f"every worker of this node ended with exit code 0, but {which}: code that the experiment calls ended "
+                "a process in mid-training; let it raise an exception instead"
+            )
+        time.sleep(_LOOKING_SECONDS)
+
+
 def _close_record(request: Request, meeting: Meeting, code: int) -> None:
     """Record how the run of this launch ended, where rank 0 may have died before it could."""
     # Where the disk is full or gone, the user has been told what ended the launch, and the exit code says it.
@@ -283,4 +308,8 @@ def _close_record(request: Request, meeting: Meeting, code: int) -> None:
 
 def _run_of(request: Request, meeting: Meeting) -> RunDirectory | None:
     assert meeting.launch_id is not None
+    if request.resume not in ("auto", "never"):
+        directory = RunDirectory(Path(request.resume))
+        # A launch that was refused has not begun to work on the run that it was to continue.
+        return directory if directory.read()["launch_id"] == meeting.launch_id else None
     return find_launch(Path(request.options.output), request.loaded.experiment, meeting.launch_id)

@@ -21,8 +21,8 @@ from ddp_core.experiment.request import Request
 from ddp_core.launch.nursery import Entry
 
 
-def spawn(request: Request, words: Sequence[str], entry: Entry) -> int:
-    """Run `entry(words)` in each worker; returns the exit code.
+def spawn(request: Request, words: Sequence[str], entry: Entry, launch_id: str) -> int:
+    """Run `entry(words)` in each worker; returns the exit code. The run's record holds `launch_id`.
 
     Raises UserError (75) where a signal that asks to stop came before the workers handled it.
     """
@@ -36,7 +36,7 @@ def spawn(request: Request, words: Sequence[str], entry: Entry) -> int:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
         context = mp.start_processes(
             _work,
-            args=(entry, count, free_port(), scratch, list(words), mask),
+            args=(entry, count, free_port(), scratch, list(words), mask, launch_id),
             nprocs=count,
             join=False,
             start_method="spawn",
@@ -79,7 +79,14 @@ def spawn(request: Request, words: Sequence[str], entry: Entry) -> int:
 
 
 def _work(
-    rank: int, entry: Entry, count: int, port: int, reports: str, words: list[str], mask: set[signal.Signals]
+    rank: int,
+    entry: Entry,
+    count: int,
+    port: int,
+    reports: str,
+    words: list[str],
+    mask: set[signal.Signals],
+    launch_id: str,
 ) -> None:
     world = World(
         rank=rank,
@@ -89,6 +96,7 @@ def _work(
         store_host="127.0.0.1",
         store_port=port,
         report_dir=Path(reports),
+        launch_id=launch_id,
     )
     # A terminal's signals go to the launcher, which passes them on.
     os.setsid()

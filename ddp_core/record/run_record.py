@@ -13,6 +13,7 @@ from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import fingerprint, fingerprint_differences, of_all_ranks
+from ddp_core.base.silent_ends import no_silent_end
 from ddp_core.base.user_code import no_way_out
 from ddp_core.checkpoint import Fence, Superseded
 from ddp_core.config.experiment import Component
@@ -184,7 +185,7 @@ class RunRecord:
     def outcome(self) -> Iterator[None]:
         """Record how the run ended; a failed collective becomes PeersLost, which names the lost ranks."""
         try:
-            with no_way_out("your code"):
+            with no_silent_end(self._note_silent_end), no_way_out("your code"):
                 yield
         except Regroup:
             raise  # the run goes on
@@ -196,24 +197,32 @@ class RunRecord:
             self._try_to_end(error.exit_code, str(error))
             raise
         except Exception as error:
-            step = self.state.step if self.state is not None else 0
             known = shortage(error, self.world.place)
             if known is None and is_peer_loss(error):
-                lost = peers_lost(error, self.directory.path, self.world, step)
+                lost = peers_lost(error, self.directory.path, self.world, self._step)
                 self._try_to_end(*(self._cause_on_another_rank() or (lost.exit_code, str(lost))))
                 raise lost from error
             exit_code, message = (known.exit_code, str(known)) if known is not None else unforeseen(error)
             message = message if known is not None else f"{self.world.place}: {message}"
-            trace = (
-                f"{self.world.place}, step {step + 1}\n{traceback.format_exc()}{_ENDED} {int(exit_code)}: {message}\n"
-            )
-            file = self.directory.path / f"error-rank-{self.world.rank}.txt"
-            with contextlib.suppress(OSError):
-                file.write_text(trace, encoding="utf-8", errors="backslashreplace")
-            self._try_to_end(exit_code, message)
+            self._note_error(exit_code, message, traceback.format_exc())
             if known is not None:
                 raise known from error
             raise
+
+    @property
+    def _step(self) -> int:
+        return self.state.step if self.state is not None else 0
+
+    def _note_silent_end(self, line: str) -> None:
+        self._note_error(ExitCode.BAD_INPUT, f"{self.world.place}: {line}", "")
+
+    def _note_error(self, exit_code: int, message: str, trace: str) -> None:
+        """Write what this rank ended with beside the record, and record the failure."""
+        text = f"{self.world.place}, step {self._step + 1}\n{trace}{_ENDED} {int(exit_code)}: {message}\n"
+        file = self.directory.path / f"error-rank-{self.world.rank}.txt"
+        with contextlib.suppress(OSError):
+            file.write_text(text, encoding="utf-8", errors="backslashreplace")
+        self._try_to_end(exit_code, message)
 
     def _cause_on_another_rank(self) -> tuple[int, str] | None:
         """Exit code and message of a rank that has left this attempt by an error of its own, where one has said so."""

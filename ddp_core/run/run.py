@@ -17,6 +17,7 @@ from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import make_patient
 from ddp_core.base.seeds import generators_kept
+from ddp_core.base.silent_ends import no_silent_end
 from ddp_core.base.user_code import no_way_out
 from ddp_core.checkpoint import Checkpointer, Fence, Ranks, sweep
 from ddp_core.distributed.process_group import Collectives
@@ -84,8 +85,12 @@ def run_worker(request: Request, world: World) -> int:
 
     How the worker ended is written to a report for the launcher, or printed where there is no launcher of ours.
     """
+
+    def tell(line: str) -> None:
+        report_end(world, ExitCode.BAD_INPUT, f"{world.place}: {line}")
+
     try:
-        with no_way_out("your code"):
+        with no_silent_end(tell), no_way_out("your code"):
             (run if request.evaluated is None else evaluate_run)(request, world)
     except UserError as error:
         return report_end(world, error.exit_code, str(error))
