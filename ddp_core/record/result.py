@@ -122,10 +122,12 @@ def save_weights(state: Mapping[str, Any], path: Path, fence: Fence) -> None:
 
     try:
         with NewFile(path) as new:
+            mode = new.temporary.stat().st_mode & 0o777
             # save_model asks nothing of a model but its state dict.
             model = SimpleNamespace(state_dict=lambda: _apart(state))
             save_model(model, str(new.temporary))  # type: ignore[arg-type]
-            sync(new.temporary)  # safetensors has put another file under this name
+            new.temporary.chmod(mode)  # safetensors has put another file under this name, for the owner alone
+            sync(new.temporary)
             with fence.holding():
                 new.rename()
         sync(path.parent)

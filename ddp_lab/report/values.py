@@ -61,7 +61,8 @@ def exact(value: float | None) -> str:
 def measured(spread: Spread | None, scale: float = 1.0, alone: int = 2) -> str:
     """Return the median of measurements, times `scale`, in three digits at most, and none that their noise has eaten.
 
-    The last digit is the first one in which runs differ. The noise of a single run is not known: it has `alone` digits.
+    The last digit is the first one in which runs differ. Where none differs, in a single run for one, the noise is not
+    known: then it has `alone` digits.
     """
     if spread is None:
         return ABSENT
@@ -79,9 +80,9 @@ def _place(spread: Spread, scale: float, alone: int) -> int:
     """The power of ten of the last digit."""
     value, apart = abs(spread.median * scale), abs(spread.high - spread.low) * abs(scale)
     first = math.floor(math.log10(value)) if value else 0
-    if spread.count == 1:
+    if not apart:
         return first - alone + 1
-    return min(max(first - 2, math.floor(math.log10(apart)) if apart else first - 2), first)
+    return min(max(first - 2, math.floor(math.log10(apart))), first)
 
 
 def _to_place(value: float, place: int) -> str:

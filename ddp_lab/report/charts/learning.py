@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from ddp_lab.report.charts.plot import Plot, make_plot
-from ddp_lab.report.charts.style import in_our_look, new_axes, series_look
+from ddp_lab.report.charts.style import in_our_look, make_logarithmic, new_axes, series_look
 from ddp_lab.report.reading.families import Family, Group
 from ddp_lab.report.reading.runs import Curve
 from ddp_lab.report.values import Column, Table, figure, number, slug, text
@@ -130,7 +130,7 @@ def _learning_plot(family: Family, quantity: str, bands: Sequence[_Band], by_tim
     heights = [value for band in bands for value in band.values]
     logarithmic = loss and min(heights) > 0 and max(heights) > _WIDE * min(heights)
     if logarithmic:
-        axes.set_yscale("log")
+        make_logarithmic(axes)
     elif loss:
         axes.set_ylim(bottom=min(0.0, axes.dataLim.y0))
     if not by_time:
@@ -151,7 +151,8 @@ def _curve_table(what: str, bands: Sequence[_Band]) -> Table:
         columns = (band.steps, band.seconds, band.values, band.low, band.high)
         for step, seconds, value, low, high in zip(*columns, strict=True):
             known = [figure(step, f"{step:.0f}"), figure(seconds, f"{seconds:.2f}"), figure(value, number(value, 4))]
-            rows.append([text(band.label), *known, *map(figure, (low, high) if band.spread else (None, None))])
+            ends = (low, high) if band.spread else (None, None)
+            rows.append([text(band.label), *known, *(figure(end, number(end, 4)) for end in ends)])
     if not any(band.spread for band in bands):
         titles, rows = titles[:3], [row[:4] for row in rows]
     return Table([Column("layout"), *(Column(title, True) for title in titles)], rows)

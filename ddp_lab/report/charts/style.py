@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 WIDTH, HEIGHT = 320, 230
 """Pixels of a chart at its natural size: as wide as it is on a phone, so that its text is as large as meant."""
@@ -78,6 +78,13 @@ def new_axes(height: float = HEIGHT) -> Axes:
         axis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
         axis.set_major_formatter(lambda value, _: tick_label(value))
     return axes
+
+
+def make_logarithmic(axes: Axes) -> None:
+    """Make the y axis logarithmic; its labels stay those of every axis, since matplotlib's own are formulas."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: tick_label(value))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def tick_label(value: float) -> str:

@@ -50,6 +50,9 @@ def test_what_shares_memory_in_part_is_written_whole(tmp_path: Path) -> None:
     table, chunks = torch.arange(6.0).view(2, 3), torch.arange(4.0).chunk(2)
     state = {"table": table, "tied": table, "row": table[0], "turned": table.t(), "first": chunks[0], "last": chunks[1]}
     save_weights(state, tmp_path / "model.safetensors", Fence.take(tmp_path))
+    (tmp_path / "other").touch()
+    modes = {(tmp_path / name).stat().st_mode for name in ("model.safetensors", "other")}
+    assert len(modes) == 1, "whoever may read the record may read the weights"
     assert load_file(tmp_path / "model.safetensors").keys() == state.keys() - {"tied"}
     assert exchanged_weights(tmp_path, {"weights_sha256": weights_digest(state)}) is None
 

@@ -150,3 +150,14 @@ def test_layouts_with_long_names_and_values_at_a_mark_have_room(tmp_path: Path) 
     values = [text for text in cores.figure.axes[0].texts if text.get_text() == "0.90"]
     assert len(values) == 8
     assert all(value.get_bbox_patch() is not None for value in values), "the broken line at 1 would strike them out"
+
+
+def test_a_logarithmic_axis_is_labelled_with_numbers(tmp_path: Path) -> None:
+    path = write_run(tmp_path, single())
+    losses = [{"kind": "step", "time": 1000.0 + step, "step": step, "loss": 10.0 ** (2 - step)} for step in range(6)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in losses))
+    (family,) = find_families(read_runs(tmp_path).runs)
+    plot = next(plot for plot in learning_plots(family, {"single-cpu": 0}) if plot.name.endswith("loss-over-steps"))
+    assert "The axis is logarithmic." in plot.caption
+    assert "mathdefault" not in plot.svg
+    assert ">0.01</text>" in plot.svg.replace("\n", "")
