@@ -29,7 +29,7 @@ from ddp_lab.options import Parser
 
 @said_by("chaos")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a drill; 0 only where nothing was lost, 1 for other weights. A UserError becomes one line and its exit code."""
+    """Run a drill; 0 only where nothing was lost, 1 for other weights; a UserError becomes one line."""
     parser = Parser(
         prog="ddp chaos",
         description="Break a training cluster on purpose and judge whether anything was lost.",

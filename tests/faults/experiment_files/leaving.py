@@ -1,7 +1,7 @@
 """Does a process that leaves with exit code 0 in mid-training look like success?
 
-LEAVES in the environment is a rank, and how it leaves in its third step or later: `os._exit`, `c` (SystemExit where C code
-calls Python), or `_exit` (the system's own). With `import` the file leaves when it is run.
+LEAVES in the environment is a rank, and how it leaves in its third step or later: `os._exit`, `c` (SystemExit where C
+code calls Python), or `_exit` (the system's own). With `import` the file leaves when it is run.
 """
 
 import ctypes
