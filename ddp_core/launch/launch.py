@@ -72,9 +72,10 @@ def launch(request: Request, meeting: Meeting, entry: Entry) -> int:
             stack.callback(signal.signal, number, signal.SIG_IGN)
         file = Path(stack.enter_context(TemporaryDirectory(prefix="ddp-", ignore_cleanup_errors=True))) / "request.json"
         file.write_text(request.to_json(), encoding="utf-8")
-        meeting = replace(meeting, launch_id=meeting.launch_id or f"ddp-{secrets.token_hex(8)}")
+        launch_id = meeting.launch_id or f"ddp-{secrets.token_hex(8)}"
+        meeting = replace(meeting, launch_id=launch_id)
         if request.options.launcher == "spawn":
-            code = spawn(request, [str(file)], entry, meeting.launch_id)
+            code = spawn(request, [str(file)], entry, launch_id)
         else:
             code = _launch_elastic(request, meeting, str(file), entry)
         if code:
