@@ -41,7 +41,7 @@ class UserError(Exception):
 
 def internal(error: BaseException) -> str:
     """The message for a fault of this program."""
-    return f"{type(error).__name__}: {error}; this is a fault of ddp itself: please report it with the lines above"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}; this is a fault of ddp itself: please report it with the lines above"
 
 
 def in_words(exit_code: int, message: str) -> str:
