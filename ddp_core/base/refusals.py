@@ -181,7 +181,8 @@ def _limit(kind: int) -> int | None:
 def require_open_files(world_size: int, workers: int, tensors: int = 0) -> None:
     """Let this process and its children open as many files as they surely need; UserError (4) where they may not.
 
-    `tensors`: how many the loader processes send ahead. Some libraries hang, rather than say so, where they cannot open one more.
+    `tensors`: how many the loader processes send ahead. Some libraries hang, rather than say so, where they cannot open
+    one more.
     """
     needed = (_OPEN_FILES if world_size > 1 or workers else _OPEN_FILES_ALONE) + 2 * world_size + 4 * workers + tensors
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
