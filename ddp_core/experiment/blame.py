@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from concurrent import futures
 from pathlib import Path
 
 import torch
@@ -14,7 +15,8 @@ from ddp_core.base.refusals import refusal
 from ddp_core.base.user_code import LeftEarly, RaisedElsewhere, told, users
 from ddp_core.distributed.nccl_errors import lack_of
 
-_NOT_USERS = tuple(f"{folder}/" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
+# Threads of ours call the user's code through concurrent.futures.
+_NOT_USERS = tuple(f"{Path(file).parent}/" for file in (Path(__file__).parent, torch.__file__, futures.__file__))
 _NOT_REPEATED = re.compile(r"(\w+) does not have a deterministic implementation")
 """How torch.use_deterministic_algorithms refuses an operation (at::Context::alertNotDeterministic)."""
 
