@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import record
-from ddp_core.cli.training import Ended
+from ddp_core.distributed.children import Ended
 from ddp_core.observe.chain import CHAIN, each_link, head_of, json_line, sealed
 
 EVERY, STEPS, PER_EPOCH = 2, 44, 22
@@ -99,10 +99,10 @@ def audit(run: Path, draws: int, seed: int) -> dict[str, Any]:
     """What the audit of a run tells; `passed` says whether it has passed."""
 
     def audited() -> int:
-        from ddp_core.cli import training
         from ddp_core.cli.audit.audit import Report, audit_run
+        from ddp_core.distributed.children import Children
 
-        training.run_ddp = _run_ddp
+        Children.ddp = _run_ddp  # type: ignore[assignment, method-assign]
         return audit_run(run, draws, seed, None, Report(as_json=True))
 
     ended = in_fork(audited)
@@ -112,7 +112,7 @@ def audit(run: Path, draws: int, seed: int) -> dict[str, Any]:
     return told
 
 
-def _run_ddp(words: list[str], limit: float | None = None) -> Ended:
+def _run_ddp(_: object, words: list[str], limit: float | None = None) -> Ended:
     from ddp_core import cli
 
     return in_fork(lambda: int(cli.main(words)))

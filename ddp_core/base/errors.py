@@ -45,7 +45,8 @@ class UserError(Exception):
 
 def internal(error: BaseException) -> str:
     """The message for a fault of this program."""
-    return f"{type(error).__name__}: {error}; this is a fault of ddp itself: please report it with the lines above"
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said}; this is a fault of ddp itself: please report it with the lines above"
 
 
 def in_words(exit_code: int, message: str) -> str:

@@ -90,6 +90,7 @@ def make_patient() -> None:
             continue
         stream.flush()
         file = _Patient(stream.fileno(), "w", closefd=False)
+        file.drops_all = name == "stderr"
         patient = io.TextIOWrapper(
             file if stream.write_through else io.BufferedWriter(file),
             encoding=stream.encoding,
@@ -104,11 +105,14 @@ def make_patient() -> None:
 class _Patient(io.FileIO):
     """A file that drops what is written after its reader has gone."""
 
+    drops_all = False
+    """Whether it drops whatever cannot be written: where an error cannot be told, the exit code still says it."""
+
     def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in _READER_GONE:
+            if error.errno not in _READER_GONE and not self.drops_all:
                 raise
             return memoryview(data).nbytes
 

@@ -178,18 +178,20 @@ def _limit(kind: int) -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def require_open_files(world_size: int, workers: int) -> None:
+def require_open_files(world_size: int, workers: int, tensors: int = 0) -> None:
     """Let this process and its children open as many files as they surely need; UserError (4) where they may not.
 
-    Some libraries hang, rather than say so, where they cannot open one more.
+    `tensors`: how many the loader processes send ahead. Some libraries hang, rather than say so, where they cannot open
+    one more.
     """
-    needed = (_OPEN_FILES if world_size > 1 or workers else _OPEN_FILES_ALONE) + 2 * world_size + 4 * workers
+    needed = (_OPEN_FILES if world_size > 1 or workers else _OPEN_FILES_ALONE) + 2 * world_size + 4 * workers + tensors
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < needed and hard != soft:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft < needed:
-        raise UserError(f"about {needed} open files are needed (EMFILE): {_open_files(soft)}", ExitCode.RESOURCES)
+        less = ", or use --workers 0" if tensors else ""
+        raise UserError(f"about {needed} open files are needed (EMFILE): {_open_files(soft)}{less}", ExitCode.RESOURCES)
 
 
 def human_bytes(count: float) -> str:

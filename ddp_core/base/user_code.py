@@ -22,6 +22,8 @@ from ddp_core.base.errors import UserError
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+MODULE_PREFIX = "ddp_experiment_"
+"""With it begin the names of the modules that experiment files become."""
 _MARK = "_ddp_crossed"
 _OURS = ""
 INSTEAD = "raise an ordinary exception to end a run for an error, or make it shorter with --set max_steps=N"
@@ -33,6 +35,24 @@ class LeftEarly(Exception):
 
     The message is one line with what was raised, where, and what to do instead.
     """
+
+
+class RaisedElsewhere(Exception):
+    """The user's code raised an exception in another process; the message is one line with where and what."""
+
+
+def told(error: BaseException) -> str:
+    """'file:line: ValueError: …', in one line; the place is the exception's deepest in the experiment's own file.
+
+    There is no place where it has none there.
+    """
+    places = [
+        f"{frame.f_code.co_filename}:{line}: "
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).startswith(MODULE_PREFIX)
+    ]
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    return f"{places[-1] if places else ''}{type(error).__name__}: {' '.join(f'{error}{notes}'.split())}"
 
 
 @dataclass

@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from safetensors.torch import load_file
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
-from ddp_core.cli import training
 from ddp_core.cli.compare import aligned
 from ddp_core.cli.devices import gpus_here
 from ddp_core.cli.preflight_figures import expectations, measured
@@ -33,6 +31,7 @@ from ddp_core.cli.verify_layouts import shard_modes_for
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Asked, NodeRange
 from ddp_core.data.data_digest import digest_items
+from ddp_core.distributed.children import Children
 from ddp_core.distributed.world import World
 from ddp_core.experiment.request import BuiltExperiment, Request, build_parts, build_splits
 from ddp_core.record.directory import find_runs
@@ -81,10 +80,10 @@ def rehearse(asked: Asked, command: str) -> int:
     steps = min(STEPS, experiment.total_steps(experiment.steps_per_epoch(len(parts.splits.train))))
     layout, attempts, notes = layouts_to_try(request, modes, _places(request.layout), steps)
     notes += [f"left out, {refused}"] if refused is not None and request.options.reduction == "exact" else []
-    with TemporaryDirectory(prefix="ddp-rehearsal-") as scratch:
-        train = _Training(asked, Path(scratch), _LIMIT + 10 * built_seconds)
+    with Children("ddp-rehearsal-") as children:
+        train = _Training(asked, children, _LIMIT + 10 * built_seconds)
         trials = [train(title, tries) for title, tries in attempts.items()]
-        trials.append(_exported(trials, Path(scratch) / "exported"))
+        trials.append(_exported(trials, children.folder / "exported"))
         for line in aligned([_row(trial) for trial in trials]):
             print(line)
         told = expectations(request, parts, layout, trials[0].run)
@@ -116,17 +115,17 @@ def _places(layout: Layout) -> int:
 
 
 class _Training:
-    """Trains in short, as `asked`, below the folder `scratch`; each training may take `limit` seconds."""
+    """Trains in short, as `asked`, in a child; each training may take `limit` seconds."""
 
-    def __init__(self, asked: Asked, scratch: Path, limit: float) -> None:
+    def __init__(self, asked: Asked, children: Children, limit: float) -> None:
         self._given = {name: getattr(asked, name) for name in asked.model_fields_set - _LEFT_OUT}
-        self._scratch, self._limit = scratch, limit
+        self._children, self._limit = children, limit
 
     def __call__(self, title: str, attempts: Attempts) -> Trial:
         """What became of the attempts, of which all but the last are killed."""
         print(f"rehearsing {title} …", file=sys.stderr, flush=True)
         began, trial = time.monotonic(), Trial(title)
-        output = self._scratch / title
+        output = self._children.folder / title
         try:
             for attempt in attempts:
                 trial.warnings += self._attempt(attempt, output)
@@ -145,18 +144,15 @@ class _Training:
         alone = {"nnodes": NodeRange(1, 1), "max_restarts": 0, "output": str(output)}
         words = Asked(**{**self._given, **short, **alone, **attempt}).to_words()
         try:
-            code, _, errors = training.run_ddp(["train", *words], self._limit)
+            ended = self._children.ddp(["train", *words], self._limit)
         except subprocess.TimeoutExpired:
             raise UserError(
                 f"it has not ended within {self._limit:.0f} s; docs/tutorials/my-training-hangs.md shows how to look",
                 ExitCode.PEERS_LOST,
             ) from None
-        lines = [line.strip() for line in errors.splitlines() if line.strip()]
-        if code != 0 and "faults" not in attempt:
-            known = ExitCode(code) if code in set(ExitCode) else ExitCode.INTERNAL
-            last = lines[-1] if lines else f"ended with {code}"
-            raise UserError(last.removeprefix("ddp: ").removeprefix("error: "), known)
-        return [line for line in lines if "warning: " in line]
+        if ended.code != 0 and "faults" not in attempt:
+            raise ended.error()
+        return [line.strip() for line in ended.errors.splitlines() if "warning: " in line]
 
 
 def _exported(trials: Sequence[Trial], folder: Path) -> Trial:

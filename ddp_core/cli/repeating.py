@@ -13,6 +13,7 @@ from ddp_core.cli.prepare import load_with_settings
 from ddp_core.config.layout import LayoutKind
 from ddp_core.config.options import Asked
 from ddp_core.data.data_digest import changed_at
+from ddp_core.distributed.children import Children, error_of
 from ddp_core.experiment.request import build_splits
 from ddp_core.experiment.source import changed_files, read_source
 from ddp_core.record.continuing import recorded_weights
@@ -25,6 +26,14 @@ from ddp_core.record.weights import has_weights, read_weights
 
 class Different(Exception):
     """Code, data, initial or final weights are not as recorded, so training again would prove nothing."""
+
+
+def train_silently(children: Children, asked: Asked) -> None:
+    """Run `ddp train` to its end, printing nothing. Raises UserError where it fails and no fault was asked for."""
+    words = ["train", *asked.to_words()]
+    ended = children.ddp(words)
+    if ended.code != 0 and not asked.faults:
+        raise error_of(ended.code, ended.errors.splitlines(), words)
 
 
 def place_of(

@@ -7,20 +7,25 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from pydantic import ValidationError
 
-from ddp_core.base.errors import ExitCode, UserError, nearest_name
+from ddp_core.base.errors import UserError, nearest_name
 from ddp_core.config.layout import LayoutKind
 from ddp_core.config.options import Asked
 from ddp_core.config.records import command_line, explain, is_repeated, setting_text
+from ddp_core.distributed.children import error_of
 from ddp_core.distributed.reports import caller_variables
 from ddp_core.record.reading import Run
+
+_LAST_LINES = 200
+"""Among so many, the error is looked for."""
 
 
 def train(
@@ -44,16 +49,16 @@ def train(
     saved and stopped.
 
     Raises UserError for a wrong option or setting, with the nearest name; and where training does not come to its end,
-    with the last line that it printed and its exit code as `exit_code`: 75 where it was saved and stopped on request,
+    with the error that it printed and its exit code as `exit_code`: 75 where it was saved and stopped on request,
     after `max_seconds` for example.
     """
     words = ["train", *asked_for(name_or_path, layout, settings, options).to_words()]
     with TemporaryDirectory(prefix="ddp-") as folder:
         run_file = Path(folder) / "run"
-        code, last = _follow(words, caller_variables(run_file))
+        code, lines = _follow(words, caller_variables(run_file))
         directory = run_file.read_text() if run_file.exists() else None
     if code != 0:
-        raise _failed(words, code, last.removeprefix("ddp: ").removeprefix("error: "))
+        raise error_of(code, lines, words)
     if directory is None:
         raise UserError(f"`ddp {' '.join(words)}` ended well, but this machine had no part in it: look at the others")
     return Run(directory)
@@ -104,12 +109,12 @@ def _written(settings: Mapping[str, Any] | Iterable[str]) -> tuple[str, ...]:
         raise UserError(f"train: settings: {error}; numbers, texts, lists, True, False and None can be set") from None
 
 
-def _follow(words: list[str], variables: Mapping[str, str]) -> tuple[int, str]:
-    """Run a `ddp` command and print what it prints; returns its exit code, and the last line that was not empty.
+def _follow(words: list[str], variables: Mapping[str, str]) -> tuple[int, Iterable[str]]:
+    """Run a `ddp` command and print what it prints; returns its exit code, and the last lines.
 
     Raises KeyboardInterrupt where it was interrupted, but only once it has ended.
     """
-    last = ""
+    last = deque[str](maxlen=_LAST_LINES)
     with (
         _Interrupts() as interrupts,
         subprocess.Popen(
@@ -131,7 +136,7 @@ def _follow(words: list[str], variables: Mapping[str, str]) -> tuple[int, str]:
         for line in process.stdout:
             sys.stdout.write(line)
             sys.stdout.flush()
-            last = line.strip() or last
+            last.append(line)
         code = process.wait()
     if interrupts.came:
         raise KeyboardInterrupt
@@ -175,33 +180,6 @@ class _Interrupts:
             self._process.send_signal(self._waiting.pop())
 
 
-def train_silently(asked: Asked) -> None:
-    """Run `ddp train` to its end, printing nothing. Raises UserError where it fails and no fault was asked for."""
-    words = ["train", *asked.to_words()]
-    ended = run_ddp(words)
-    if ended.code != 0 and not asked.faults:
-        lines = ended.errors.strip().splitlines()
-        raise _failed(words, ended.code, lines[-1] if lines else "")
-
-
-class Ended(NamedTuple):
-    """How a `ddp` command ended: its exit code, and what it wrote to standard output and to standard error."""
-
-    code: int
-    output: str
-    errors: str
-
-
-def run_ddp(words: list[str], limit: float | None = None) -> Ended:
-    """Run a `ddp` command to its end.
-
-    Raises subprocess.TimeoutExpired, with the command ended, where it takes longer than `limit` seconds.
-    """
-    command = [sys.executable, "-m", "ddp_core", *words]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit, check=False)
-    return Ended(done.returncode, done.stdout, done.stderr)
-
-
 def start_ddp(words: list[str], variables: Mapping[str, str], is_quiet: bool) -> subprocess.Popen[bytes]:
     """Start a `ddp` command with further environment variables; if `is_quiet`, only its errors are seen.
 
@@ -214,10 +192,3 @@ def start_ddp(words: list[str], variables: Mapping[str, str], is_quiet: bool) ->
         env={**os.environ, **variables},
         process_group=0,
     )
-
-
-def _failed(words: list[str], code: int, last: str) -> UserError:
-    """The error of a command that has failed; `code` is minus the signal's number where one has killed it."""
-    known = ExitCode(code) if code in set(ExitCode) else ExitCode.INTERNAL
-    how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with {code}"
-    return UserError(f"`ddp {' '.join(words)}` {how}: {last or 'no message'}", known)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddp_core.base.digests import weights_digest
@@ -12,10 +11,10 @@ from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.base.files import is_file
 from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.checkpoint import find_checkpoints
-from ddp_core.cli.repeating import Different, checked, other_ddp, place_of
-from ddp_core.cli.training import train_silently
+from ddp_core.cli.repeating import Different, checked, other_ddp, place_of, train_silently
 from ddp_core.config.layout import LayoutKind
 from ddp_core.config.options import Asked
+from ddp_core.distributed.children import Children
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.continuing import LENGTH, kept_length
 from ddp_core.record.data import how_compared
@@ -54,13 +53,14 @@ def verify_run(
     except Different as difference:
         print(f"{difference}. Nothing was trained.")
         return DIFFERENT
-    with TemporaryDirectory(prefix="ddp-verify-") as scratch:
+    with Children("ddp-verify-") as children:
         parent = None
         for number, ((_, of), one, child) in enumerate(zip(line, asked, [*line[1:], None], strict=True)):
             count = "1 process" if one.nproc_per_node == 1 else f"{one.nproc_per_node} processes"
             print(f"training {of['experiment']['name']} again on {one.layout}, {count} …", flush=True)
             fork = None if child is None else child[1]["forked_from"]
-            again = _repeat(of, one, f"{scratch}/{number}", parent, None if fork is None else fork["step"])
+            output = children.folder / str(number)
+            again = _repeat(children, of, one, output, parent, None if fork is None else fork["step"])
             if fork is not None:
                 parent = _parent(again, fork)
                 if parent is None:
@@ -92,7 +92,12 @@ def _parent(again: RunDirectory, fork: Mapping[str, Any]) -> RunDirectory | None
 
 
 def _repeat(
-    record: Mapping[str, Any], asked: Asked, output: str, parent: RunDirectory | None, until: int | None
+    children: Children,
+    record: Mapping[str, Any],
+    asked: Asked,
+    output: Path,
+    parent: RunDirectory | None,
+    until: int | None,
 ) -> RunDirectory:
     """Train again, and extend again where the run was extended; returns the run.
 
@@ -103,7 +108,7 @@ def _repeat(
     if until is not None:
         before = [length for length in lengths[:-1] if length["step"] < until]
         lengths = lengths[: len(before) + 1]
-    changes: dict[str, Any] = {"output": output}
+    changes: dict[str, Any] = {"output": str(output)}
     if parent is not None:
         changes |= {"fork": str(parent.path), "at": record["forked_from"]["step"]}
     for number, length in enumerate(lengths, 1):
@@ -114,8 +119,8 @@ def _repeat(
             changes |= {"checkpoint_every": until, "keep_every": until, "asynchronous_save": False}
             # Steps after the fork are not of its line. A run that ends at the fork ends before this.
             changes |= {"faults": (f"kill@{until + 1}",), "max_restarts": 0}
-        train_silently(asked.model_copy(update=changes))
-    again, _ = next(find_runs(Path(output)))
+        train_silently(children, asked.model_copy(update=changes))
+    again, _ = next(find_runs(output))
     return again
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch.optim import Optimizer
 
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.cli.prepare import load_with_settings
-from ddp_core.cli.training import train_silently
+from ddp_core.cli.repeating import train_silently
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import SHARD_MODES, DeviceType, ShardMode
 from ddp_core.config.options import Asked
+from ddp_core.distributed.children import Children
 from ddp_core.experiment.request import build_parts, promise_broken_by
 from ddp_core.record.directory import find_runs
 from ddp_core.sharding import Sharding
@@ -59,7 +59,8 @@ def compare_layouts(name: str, settings: Sequence[str], data_dir: str, device: D
         if "plain reduction" not in str(error):
             raise
         # The model itself may rule out the exact reduction, which only a forward shows.
-        raise _nothing_to_compare(experiment, str(error).rpartition("ddp: error: ")[2]) from None
+        reason = str(error).partition(f" ended with {int(error.exit_code)}: ")[2]
+        raise _nothing_to_compare(experiment, reason) from None
 
 
 def shard_modes_for(experiment: Experiment, optimizer: Optimizer) -> tuple[Sequence[ShardMode], str | None]:
@@ -85,12 +86,13 @@ def _train_all(
     name: str, settings: Sequence[str], data_dir: str, device: DeviceType, layouts: dict[str, Attempts]
 ) -> int:
     digests, states = set(), set()
-    with TemporaryDirectory(prefix="ddp-layouts-") as scratch:
+    with Children("ddp-layouts-") as children:
         for number, (title, attempts) in enumerate(layouts.items()):
-            output, started = Path(scratch) / str(number), time.monotonic()
+            output, started = children.folder / str(number), time.monotonic()
             common = {"experiment": name, "settings": tuple(settings), "data_dir": data_dir, "output": str(output)}
             for attempt in attempts:
-                train_silently(Asked.model_validate(common | {"device": device, "reduction": "exact"} | attempt))
+                asked = common | {"device": device, "reduction": "exact"} | attempt
+                train_silently(children, Asked.model_validate(asked))
             _, record = next(find_runs(output))
             digests.add(record["weights_sha256"])
             states.add((record["optimizer_sha256"], record["ema_sha256"]))

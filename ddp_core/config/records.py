@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from ddp_core.base.errors import near_names, nearest_name
@@ -28,6 +28,14 @@ class Frozen(BaseModel):
     # Validators are built when they are first needed: `ddp train --help` reads the fields, and needs none.
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
+    @field_validator("*")
+    @classmethod
+    def _fits(cls, value: Any) -> Any:
+        """Refuse a whole number that no record of a run can hold."""
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError(f"{value} is too large: whole numbers end at 2**63 - 1")
+        return value
+
 
 def explain(error: ValidationError) -> str:
     """Pydantic's findings in one line."""
@@ -42,6 +50,8 @@ def explain(error: ValidationError) -> str:
             ]
             near = near_names(wrong, [*known, *nested])
             text = f"there is no such field; {nearest_name(wrong, near or known)}"
+        elif item["type"] == "model_type" and (known := _fields_at(error.title, item["loc"])):
+            text = f"{item['input']!r} is none; give its fields by name: {', '.join(known)}"
         findings.append(f"{place}: {text}" if place else text)
     return "; ".join(findings)
 

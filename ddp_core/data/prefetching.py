@@ -22,9 +22,9 @@ from torch.utils.data import Dataset as TorchDataset
 from ddp_core.base.determinism import one_thread
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import die_with_parent
-from ddp_core.base.refusals import MORE_SHARED_MEMORY, refusal
+from ddp_core.base.refusals import MORE_SHARED_MEMORY, refusal, require_open_files
 from ddp_core.base.torch_internals import end_loader_workers
-from ddp_core.base.user_code import LeftEarly, user_code
+from ddp_core.base.user_code import LeftEarly, RaisedElsewhere, told, user_code
 from ddp_core.data.trees import Batch, Tree, map_tensors, tensors_of
 from ddp_core.sampler import Ids
 
@@ -84,15 +84,30 @@ def made_by_workers(
         while True:
             # What a data set raises in a worker is raised here.
             with user_code("your data set"):
-                step = next(ahead, None)
+                try:
+                    step = next(ahead, None)
+                except RuntimeError as error:
+                    if not _was_killed(error):
+                        raise
+                    raise UserError(
+                        "a loader process was killed (SIGKILL), as the kernel does where memory runs out: use fewer "
+                        "--workers, or give this machine or container more memory",
+                        ExitCode.RESOURCES,
+                    ) from None
             if step is None:
                 break
-            if isinstance(step, UserError | LeftEarly):
+            if isinstance(step, Exception):
                 raise step
             made: Made = ForkingPickler.loads(step)
             yield made
     finally:
         end_loader_workers(ahead)
+
+
+def _was_killed(error: RuntimeError) -> bool:
+    """Whether a loader process has ended by SIGKILL. torch tells no signal where it has not seen the end itself."""
+    said = f"{error} {error.__cause__}"
+    return "is killed by signal: Killed" in said or ("exited unexpectedly" in said and "by signal" not in said)
 
 
 def _require_shared_memory(step_ids: StepIds, make: Callable[[StepIds], object], workers: int) -> None:
@@ -101,9 +116,13 @@ def _require_shared_memory(step_ids: StepIds, make: Callable[[StepIds], object],
     if not place.exists():
         return
     epoch, micro_batches = step_ids[:2]
-    dense = [tensor for tensor in tensors_of(make((epoch, micro_batches[:1]))) if tensor.layout is torch.strided]
+    tensors = list(tensors_of(make((epoch, micro_batches[:1]))))
+    # torch sends each tensor as an open file.
+    ahead = _AHEAD_BY_WORKER * workers + 1
+    require_open_files(2, workers, len(tensors) * len(micro_batches) * ahead)
+    dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
     pages = [-(-tensor.nbytes // _PAGE) * _PAGE for tensor in dense]
-    needed = sum(pages) * len(micro_batches) * (_AHEAD_BY_WORKER * workers + 1) + _SEMAPHORES
+    needed = sum(pages) * len(micro_batches) * ahead + _SEMAPHORES
     free = shutil.disk_usage(place).free
     if free < needed:
         raise UserError(
@@ -126,21 +145,19 @@ def _all_or_none() -> Iterator[None]:
         raise
 
 
-class _Steps(TorchDataset[bytes | UserError | LeftEarly]):
+class _Steps(TorchDataset[bytes | Exception]):
     """What `make` returns, as a data set whose index is a step's ids: so torch's DataLoader hands it to processes."""
 
     def __init__(self, make: Callable[[StepIds], object]) -> None:
         self.make = make
 
-    def __getitem__(self, step_ids: StepIds) -> bytes | UserError | LeftEarly:
+    def __getitem__(self, step_ids: StepIds) -> bytes | Exception:
         try:
             return _packed(self.make(step_ids))
         except (UserError, LeftEarly) as error:
             return error  # raised in a worker, it would arrive with the worker's traceback for a message
-        except RuntimeError as error:
-            if (known := refusal(error)) is None:
-                raise
-            return known
+        except Exception as error:
+            return refusal(error) or RaisedElsewhere(told(error))
 
 
 def _packed(step: object) -> bytes:

@@ -37,7 +37,7 @@ def tell_user(*texts: str) -> None:
 
 @dataclass(frozen=True)
 class Report:
-    """How a worker ended: the exit code, one line, and the traceback where there is one worth seeing."""
+    """How a worker ended: the exit code, one line, and what is worth seeing of an exception's traceback."""
 
     rank: int
     node_rank: int
@@ -61,7 +61,8 @@ def report_end(world: World, exit_code: int, message: str, trace: str | None = N
     """
     report = Report(world.rank, world.node_rank, int(exit_code), message, trace, time.monotonic())
     if world.report_dir is None:
-        met_by_all = exit_code in (ExitCode.STOPPED, ExitCode.BAD_INPUT) and not trace and world.place not in message
+        is_alike = exit_code in (ExitCode.STOPPED, ExitCode.BAD_INPUT) and trace is None
+        met_by_all = is_alike and world.place not in message
         if says or world.is_first or not met_by_all:
             report.tell()
     else:

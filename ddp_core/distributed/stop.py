@@ -147,11 +147,14 @@ def describe_signal(number: int) -> str:
 
 
 def signal_named(name: str) -> signal.Signals:
-    """The signal called USR1 or SIGUSR1. Raises UserError for an unknown name."""
+    """The signal called USR1 or SIGUSR1. Raises UserError for an unknown name, and one that no process can handle."""
     try:
-        return signal.Signals[f"SIG{name.upper().removeprefix('SIG')}"]
+        found = signal.Signals[f"SIG{name.upper().removeprefix('SIG')}"]
     except KeyError:
         raise UserError(f"--stop-signal {name}: no such signal; for example USR1") from None
+    if found in (signal.SIGKILL, signal.SIGSTOP):
+        raise UserError(f"--stop-signal {name}: no process can handle this signal; give another, for example USR1")
+    return found
 
 
 class Stopped(UserError):

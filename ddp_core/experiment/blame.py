@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import traceback
+from concurrent import futures
+from pathlib import Path
 
+import torch
 from torch.distributed import DistError
 
 from ddp_core.base.errors import ExitCode, UserError, internal
 from ddp_core.base.refusals import refusal
-from ddp_core.base.user_code import LeftEarly, users
+from ddp_core.base.user_code import LeftEarly, RaisedElsewhere, told, users
 from ddp_core.distributed.nccl_errors import lack_of
-from ddp_core.experiment.file import MODULE_PREFIX
 
+# Threads of ours call the user's code through concurrent.futures.
+_NOT_USERS = tuple(f"{Path(file).parent}/" for file in (Path(__file__).parent, torch.__file__, futures.__file__))
 _NOT_REPEATED = re.compile(r"(\w+) does not have a deterministic implementation")
 """How torch.use_deterministic_algorithms refuses an operation (at::Context::alertNotDeterministic)."""
 
@@ -30,17 +34,17 @@ def shortage(error: BaseException, speaker: str) -> UserError | None:
 
 def unforeseen(error: BaseException) -> tuple[ExitCode, str]:
     """The exit code and the line for any other exception: 2 where the user's code raised it, 70 where ours did."""
-    if isinstance(error, LeftEarly):
+    if isinstance(error, LeftEarly | RaisedElsewhere):
         return ExitCode.BAD_INPUT, str(error)
     if found := _NOT_REPEATED.match(str(error)):
+        place = told(error).partition("RuntimeError: ")[0]
         return ExitCode.BAD_INPUT, (
-            f"{_place_in_experiment(error)}{found[1]}: this operation has no kernel here that repeats its bits; use "
+            f"{place}{found[1]}: this operation has no kernel here that repeats its bits; use "
             "another layer in the model (nn.AvgPool2d of a fixed size for an adaptive one), or do without the same "
             "bits: --reduction plain --deterministic never"
         )
     if users(error) or _is_refusal(error):
-        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-        return ExitCode.BAD_INPUT, f"{_place_in_experiment(error)}{type(error).__name__}: {error}{notes}"
+        return ExitCode.BAD_INPUT, told(error)
     return ExitCode.INTERNAL, internal(error)
 
 
@@ -51,11 +55,11 @@ def _is_refusal(error: BaseException) -> bool:
     return isinstance(error, ValueError | RuntimeError) and module.startswith("ddp_core.reduction.")
 
 
-def _place_in_experiment(error: BaseException) -> str:
-    """'file:line: ' of the exception's deepest point in the experiment's own file; empty where it has none there."""
-    places = [
-        f"{frame.f_code.co_filename}:{line}: "
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__")).startswith(MODULE_PREFIX)
-    ]
-    return places[-1] if places else ""
+def users_trace(error: BaseException) -> str:
+    """The traceback without the frames of this program and of torch; empty where the exception has no others."""
+    whole = traceback.TracebackException.from_exception(error)
+    chain = [whole]
+    for each in chain:
+        each.stack[:] = [frame for frame in each.stack if not frame.filename.startswith(_NOT_USERS)]
+        chain += [other for other in (each.__cause__, each.__context__) if other is not None]
+    return "".join(whole.format()) if whole.stack else ""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ddp_core.base.errors import UserError, nearest_name
 from ddp_core.base.extras import needs
 from ddp_core.base.keyed_draws import watch_draws
+from ddp_core.base.user_code import MODULE_PREFIX
 
 if TYPE_CHECKING:  # `ddp list` answers without it
     from ddp_core.config.experiment import Experiment
@@ -33,7 +34,6 @@ INSTALLED = _BESIDE / ("experiments" if (_BESIDE / "pyproject.toml").is_file() e
 NONE = f"no folder `experiments` is here, and {needs('any other name', 'lab', 'samebits-lab')}"
 """What is said where no experiment can be found by a name."""
 
-MODULE_PREFIX = "ddp_experiment_"
 """The beginning of the names of the modules that experiment files are run as."""
 
 SEARCH = (Path("experiments"), INSTALLED)
@@ -190,7 +190,8 @@ def run_file(path: Path, source: str) -> ModuleType:
         sys.path.append(str(full.parent))
     watch_draws()
     try:
-        _execute(compile(source, str(full), "exec"), module)
+        # Some editors begin a file with a byte order mark.
+        _execute(compile(source.removeprefix("\ufeff"), str(full), "exec"), module)
     except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
         raise UserError(f"{place_of(error, str(full))}: {in_one_line(error)}") from error
@@ -239,7 +240,7 @@ def _require_known_names(path: Path, source: str, namespace: Mapping[str, Any], 
     it is the very name of a function, and belongs to another value, such as a string. Let through are private names,
     names that the file or the experiment itself uses, and near spellings of what either of them also defines.
     """
-    tree = ast.parse(source)
+    tree = ast.parse(source.removeprefix("\ufeff"))
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     used |= {experiment.loss, "experiment", "collate"}
     used |= {part.name for part in (experiment.model, experiment.data, experiment.optimizer, experiment.schedule)}

@@ -173,6 +173,7 @@ def build_parts(
     if splits is None:
         splits = build_splits(loaded, data_dir)
     model = build_model(loaded, device, splits, is_known)
+    _require_storable(model)
     optimizer = optimizer_of(loaded, model)
     callbacks, observers = callbacks_of(loaded)
     loss = resolve(loaded, "loss", loaded.experiment.loss)
@@ -188,6 +189,23 @@ def build_parts(
         callbacks=callbacks,
         observers=observers,
     )
+
+
+def _require_storable(model: nn.Module) -> None:
+    """Raises UserError for a parameter or buffer of a type that a file of weights cannot hold."""
+    from safetensors.torch import save
+
+    seen: set[torch.dtype] = set()
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, torch.Tensor) and tensor.dtype not in seen:
+            seen.add(tensor.dtype)
+            try:
+                save({"": torch.empty(0, dtype=tensor.dtype)})
+            except (KeyError, ValueError, TypeError):
+                raise UserError(
+                    f"your model: {name} is of type {tensor.dtype}, which a file of weights (safetensors) cannot hold: "
+                    "use another type"
+                ) from None
 
 
 def build_model(

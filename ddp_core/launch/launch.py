@@ -240,7 +240,7 @@ def _code_of(result: RunResult, directory: Path) -> int:
         tell_user("the workers died and no restarts are left; continue with --resume auto")
         return ExitCode.PEERS_LOST
     reports[0].tell()
-    if reports[0].trace and len(reports) > 1:
+    if reports[0].trace is not None and len(reports) > 1:
         others = ", ".join(map(str, sorted(report.rank for report in reports[1:])))
         tell_user(f"rank {others} left after it")
     return reports[0].exit_code

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,9 +64,10 @@ class MetricsWriter:
         self._file: LineFile | None = None
         if path is not None:
             self._file = LineFile(path)
-            if path.read_bytes()[-1:] not in (b"", b"\n"):
-                # A full disk or a crash has cut the last line; the next record must not become a part of that line.
-                self._file.write("")
+            whole = path.read_bytes().rfind(b"\n") + 1
+            if whole < path.stat().st_size:
+                # A full disk or a crash has torn the last line; the next record must not become a part of it.
+                os.truncate(path, whole)
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one record; NaN and infinities become null. Loggers get its step and its numbers."""

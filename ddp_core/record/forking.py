@@ -14,7 +14,7 @@ from typing import Any
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.files import NewFile, make_directory
+from ddp_core.base.files import NewFile
 from ddp_core.base.refusals import refused
 from ddp_core.checkpoint import Checkpoint, find_checkpoints, newest_valid, read_checkpoint
 from ddp_core.config.experiment import Component, Experiment
@@ -121,7 +121,6 @@ def bring_checkpoint(directory: RunDirectory) -> None:
             ExitCode.NO_CHECKPOINT,
         )
     try:
-        make_directory(directory.checkpoints)
         for file in source.file_names:
             with NewFile(directory.checkpoints / file) as new:
                 shutil.copyfile(source.directory / file, new.temporary)

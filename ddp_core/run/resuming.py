@@ -158,6 +158,18 @@ def choose_checkpoint(collectives: Collectives, directory: RunDirectory, console
     return None if chosen is None else read_checkpoint(chosen.manifest, sha256=chosen.sha256)
 
 
+def _take(lock: RunLock, directory: RunDirectory, world: World) -> None:
+    """Take the lock of the run directory. Raises UserError where it cannot be taken, and another launch holds it."""
+    try:
+        lock.acquire()
+    except UserError as error:
+        # A worker of this launch that was stopped (SIGSTOP) may still hold the lock. This worker then trains without
+        # it: the fence keeps the other one from writing.
+        is_held = error.exit_code == ExitCode.BAD_INPUT and world.launch_id is not None
+        if not is_held or directory.read().get("launch_id") != world.launch_id:
+            raise
+
+
 @contextmanager
 def open_record(
     collectives: Collectives,
@@ -170,16 +182,9 @@ def open_record(
     """The record of the run; rank 0 begins it, and holds the lock of the run directory until the block ends."""
     world, record = collectives.world, RunRecord(request, collectives, directory, origin, steps_per_epoch)
     with ExitStack() as stack:
-        if world.is_first:
-            lock = RunLock(directory.path)
-            stack.callback(lock.release)
-            try:
-                lock.acquire()
-            except UserError:
-                # A worker of this launch that was stopped (SIGSTOP) may still hold the lock. This worker then trains
-                # without it: the fence keeps the other one from writing.
-                if world.launch_id is None or directory.read().get("launch_id") != world.launch_id:
-                    raise
+        lock = RunLock(directory.path)
+        stack.callback(lock.release)
+        by_rank_0(collectives, _take, lock, directory, world)
         record.compare_fingerprints(collectives)
         record.attempt = by_rank_0(collectives, record.start)
         if world.is_first:

@@ -25,7 +25,7 @@ from ddp_core.distributed.reports import die_with_launcher, report_end, report_e
 from ddp_core.distributed.seat import stop_file
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
-from ddp_core.experiment.blame import shortage, unforeseen
+from ddp_core.experiment.blame import shortage, unforeseen, users_trace
 from ddp_core.experiment.request import Request
 from ddp_core.numerics.limits import rules_of
 from ddp_core.observe.chain import ChainPlan
@@ -100,7 +100,8 @@ def run_worker(request: Request, world: World) -> int:
         if is_peer_loss(error):
             return report_end(world, ExitCode.PEERS_LOST, f"{world.place} lost a peer: {short_message(error)}")
         exit_code, message = unforeseen(error)
-        return report_end(world, exit_code, f"{world.place}: {message}", traceback.format_exc())
+        trace = traceback.format_exc() if exit_code == ExitCode.INTERNAL else users_trace(error)
+        return report_end(world, exit_code, f"{world.place}: {message}", trace)
     return ExitCode.DONE
 
 

@@ -6,7 +6,6 @@ import argparse
 import json
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from typing import Any
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import make_patient
+from ddp_core.distributed.children import Children
 from ddp_lab.diagnose import across, checks
 from ddp_lab.diagnose.findings import Finding, by_harm
 from ddp_lab.diagnose.resumed import not_restored
@@ -94,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not script.file.is_file():
         raise UserError(f"{script_words[0]}: no such file")
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="ddp-diagnose-", ignore_cleanup_errors=True) as scratch:
-        runner = Runner(script, Path(scratch).resolve(), began + options.seconds)
+    with Children("ddp-diagnose-") as children:
+        runner = Runner(script, children, began + options.seconds)
         found, notes = _diagnose(runner, options)
     verdict = _verdict(found, options.ranks, notes)
     told = {

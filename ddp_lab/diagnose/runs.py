@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -15,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.distributed.children import Children
 from ddp_core.distributed.world import free_port
 from ddp_lab.diagnose.trace import Run, read_run
-from ddp_lab.diagnose.variables import FOLDER, PARENT, ROOTS, STEPS, TAPE, UNTIL, ended_file
+from ddp_lab.diagnose.variables import FOLDER, ROOTS, STEPS, TAPE, UNTIL, ended_file
 
 RANKS_WORD = "{ranks}"
 """Stands in the script's arguments for the number of ranks: then the script starts them itself."""
@@ -50,11 +50,11 @@ class Script:
 
 
 class Runner:
-    """Starts the script on some ranks, in folders below `scratch`, until `deadline` (of time.monotonic)."""
+    """Starts the script on some ranks, as `children` in folders of theirs, until `deadline` (of time.monotonic)."""
 
-    def __init__(self, script: Script, scratch: Path, deadline: float) -> None:
+    def __init__(self, script: Script, children: Children, deadline: float) -> None:
         self._script = script
-        self._scratch = scratch
+        self._children, self._scratch = children, children.folder
         self._deadline = deadline
         self._copies = 0
         self._runs = 0
@@ -109,8 +109,7 @@ class Runner:
         port = str(free_port())
         everywhere = {
             **{FOLDER: str(traces), ROOTS: os.pathsep.join((str(work), str(file.parent)))},
-            **{STEPS: str(steps), UNTIL: until, PARENT: str(os.getpid())},
-            TAPE: str(steps) if tape else "",
+            **{STEPS: str(steps), UNTIL: until, TAPE: str(steps) if tape else ""},
             **{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
             # Compiled code calls no hooks; and what it computes is not what is asked for here.
             **{"TORCHDYNAMO_DISABLE": "1", "ACCELERATE_USE_CPU": "true", "TORCH_CPP_LOG_LEVEL": "ERROR"},
@@ -125,20 +124,18 @@ class Runner:
                 own = {} if self._script.starts_its_ranks else _torchrun(rank, ranks)
                 with log.open("wb") as out:
                     processes.append(
-                        subprocess.Popen(
+                        self._children.start(
                             [sys.executable, str(file), *words],
                             cwd=work / self._script.below,
                             env={**_environment(), **everywhere, **own},
-                            stdin=subprocess.DEVNULL,
                             stdout=out,
                             stderr=subprocess.STDOUT,
-                            start_new_session=True,
                         )
                     )
             problem = self._wait(processes, logs, traces)
         finally:
             for process in processes:
-                _end(process)
+                self._children.end(process)
         run = read_run(traces, problem)
         if not run.ranks:
             why = problem or _no_step(logs)
@@ -201,13 +198,6 @@ def _torchrun(rank: int, ranks: int) -> dict[str, str]:
         **{"GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "ddp-diagnose"},
         **{"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"},
     }
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it has started: they are one session."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _copy(source: Path, target: Path, one_copy: Callable[[Path], Path]) -> None:

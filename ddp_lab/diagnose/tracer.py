@@ -38,11 +38,10 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddp_core.base.digests import optimizer_digest
-from ddp_core.base.process import die_with_parent
 from ddp_lab.diagnose.loaders import Loaders
 from ddp_lab.diagnose.loss_weights import LossWeights
 from ddp_lab.diagnose.recorder import Recorder, digest, digest_of_bytes, rows, site, some_elements
-from ddp_lab.diagnose.variables import FOLDER, PARENT, STEPS, TAPE, UNTIL, ended_file
+from ddp_lab.diagnose.variables import FOLDER, STEPS, TAPE, UNTIL, ended_file
 
 if TYPE_CHECKING:
     from ddp_lab.diagnose.tape import Tape
@@ -60,8 +59,6 @@ _EXCHANGES = (
 def install() -> None:
     """Hook into torch, which was just loaded."""
     atexit.register(lambda: ended_file(Path(os.environ[FOLDER]), os.getpid()).touch())
-    if os.environ.get(PARENT) == str(os.getppid()):
-        die_with_parent()
     tape = None
     if os.environ.get(TAPE):
         from ddp_lab.diagnose.tape import Tape

@@ -14,8 +14,6 @@ UNTIL = "DDP_DIAGNOSE_UNTIL"
 """What else is waited for: `epoch`, `saved`, or nothing."""
 TAPE = "DDP_DIAGNOSE_TAPE"
 """Of how many optimizer steps every operation is to be written; without it, of none."""
-PARENT = "DDP_DIAGNOSE_PARENT"
-"""The process that has started the ranks: they end with it."""
 
 
 def ended_file(traces: Path, process: int) -> Path:

@@ -182,15 +182,14 @@ def test_an_exception_is_told_once_by_the_rank_that_raised(tmp_path: Path, diges
         ended = launch.wait()
     seconds = time.monotonic() - started
     assert ended.code == 2
-    assert ended.errors.startswith("Traceback (most recent call last)")
-    assert ended.errors.count("Traceback") == 1
+    assert "Traceback" not in ended.errors, "no frame of it is the user's"
     last = ended.errors.splitlines()[-2:]
     assert last == ["ddp: error: rank 1 (node 0): RuntimeError: scripted fault raise@13:1", "ddp: rank 0 left after it"]
     directory, record = trained(tmp_path)
     assert "scripted fault" in (directory.path / "error-rank-1.txt").read_text()
     assert "rank 1 (node 0), step 14" in (directory.path / "error-rank-1.txt").read_text()
     assert record["status"] == "failed"
-    record_row(15, "exit 2; one traceback, of rank 1; 'rank 0 left after it'", {"whole launch": seconds})
+    record_row(15, "exit 2; told by rank 1; 'rank 0 left after it'", {"whole launch": seconds})
 
 
 def test_a_slow_worker_is_named_not_killed(tmp_path: Path) -> None:

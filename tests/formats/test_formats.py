@@ -20,6 +20,7 @@ from ddp_core.checkpoint import Fence, best_checkpoint, find_checkpoints, newest
 from ddp_core.cli import main
 from ddp_core.cli.audit.audit import AUDIT_FORMAT
 from ddp_core.config.options import Asked
+from ddp_core.distributed.children import Children
 from ddp_core.numerics.limits import portable_refused_by
 from ddp_core.observe.chain import CHAIN, each_link, read_begin
 from ddp_core.observe.heartbeat import read_heartbeats
@@ -100,7 +101,7 @@ def test_compare_and_verify_take_it(
     assert main(["compare", str(folder / "finished")]) == 0
     assert told(folder)["weights_sha256"][:12] in capsys.readouterr().out
 
-    def refuse(asked: Asked) -> None:
+    def refuse(children: Children, asked: Asked) -> None:
         raise UserError("read, and not trained here")
 
     monkeypatch.setattr("ddp_core.cli.verify.train_silently", refuse)

@@ -17,18 +17,19 @@ from typing import Any
 
 from ddp_core import cli
 from ddp_core.cli import training
+from ddp_core.distributed import children
 from ddp_core.run import rehearsing, resumed_step
 
 
 def main(words: Sequence[str]) -> int:
     """Run the command, in a process that `tests.support.commands.ddp` has started."""
-    training.run_ddp = _run_ddp
+    children.Children.ddp = _run_ddp  # type: ignore[method-assign]
     training.start_ddp = _StartedFork  # type: ignore[assignment, misc]
     rehearsing.start_interpreter = _start_fork  # type: ignore[assignment]
     return cli.main(words)
 
 
-def _run_ddp(words: list[str], limit: float | None = None) -> training.Ended:
+def _run_ddp(_: children.Children, words: Sequence[str], limit: float | None = None) -> children.Ended:
     with tempfile.TemporaryDirectory() as scratch:
         output, errors = Path(scratch) / "output", Path(scratch) / "errors"
         child = multiprocessing.get_context("fork").Process(target=_enter, args=(words, output, errors))
@@ -37,10 +38,10 @@ def _run_ddp(words: list[str], limit: float | None = None) -> training.Ended:
         if child.exitcode is None:
             child.kill()
             raise subprocess.TimeoutExpired("ddp", limit or 0.0)
-        return training.Ended(child.exitcode, output.read_text(), errors.read_text())
+        return children.Ended(child.exitcode, output.read_text(), errors.read_text())
 
 
-def _enter(words: list[str], output: Path, errors: Path) -> None:
+def _enter(words: Sequence[str], output: Path, errors: Path) -> None:
     for number, file in ((1, output), (2, errors)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     sys.exit(cli.main(words))

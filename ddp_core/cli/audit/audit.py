@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
-from ddp_core.cli import training
 from ddp_core.cli.audit.draw import Segment, claims, drawn, needed_draws, passing, segments_of
 from ddp_core.cli.audit.replay import replay
 from ddp_core.cli.audit.whole_chain import WholeChain, check_begin, check_chain
@@ -18,6 +17,7 @@ from ddp_core.cli.prepare import load_with_settings
 from ddp_core.cli.repeating import Different, checked, place_of
 from ddp_core.config.layout import LayoutKind, ShardMode
 from ddp_core.config.options import Asked
+from ddp_core.distributed.children import Children
 from ddp_core.experiment.request import build_splits
 from ddp_core.observe.chain import CHAIN, compare_chains
 from ddp_core.record.bundles import ChangedBundle, unpack_bundle
@@ -158,14 +158,15 @@ def _check_end(
     if chain.figures is None or chain.evaluated != record["result"]["steps"]:
         return
     words = ["eval", str(directory.path), "--data-dir", asked.data_dir, "--device", asked.device, "--json"]
-    code, output, errors = training.run_ddp(words)
-    said = errors.strip().rpartition("\n")[2]
+    with Children("ddp-audit-") as children:
+        ended = children.ddp(words)
+    code, output, said = ended.code, ended.output, ended.error()
     if code == ExitCode.NO_CHECKPOINT:
-        raise Different(f"different weights: {said.removeprefix('ddp: error: ')}")
+        raise Different(f"different weights: {said}")
     if code != ExitCode.DONE and not (output and json.loads(output)["identical"] is False):
         raise UserError(f"the final weights cannot be evaluated again (exit code {code}): {said}")
     if code != ExitCode.DONE:
-        raise Different(f"different figures: evaluated again, {said.removeprefix('ddp: error: ')}")
+        raise Different(f"different figures: evaluated again, {said}")
     report.say("evaluated", "the final weights again: the same figures", figures=dict(chain.figures))
 
 

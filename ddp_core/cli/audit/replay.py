@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
@@ -14,11 +13,11 @@ from ddp_core.base.files import is_file
 from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.checkpoint import Checkpoint, load, read_checkpoint
 from ddp_core.checkpoint.manifest import manifest_at
-from ddp_core.cli import training
 from ddp_core.cli.audit.draw import Segment
 from ddp_core.cli.audit.whole_chain import WholeChain
 from ddp_core.cli.repeating import Different
 from ddp_core.config.options import Asked
+from ddp_core.distributed.children import Children
 from ddp_core.observe.chain import CHAIN, BrokenChain, Link, difference, each_link, other_begin
 from ddp_core.record.directory import RunDirectory
 from ddp_core.trainers.step_chain import state_digests
@@ -34,8 +33,8 @@ def replay(
 
     `asked`: what trains the run again, and where.
     """
-    with TemporaryDirectory(prefix="ddp-audit-") as scratch:
-        again = Path(scratch) / "run"
+    with Children("ddp-audit-") as children:
+        again = children.folder / "run"
         if segment.start:
             _bring(_kept(directory, chain, segment), again)
         _copy_record(directory, record, asked, again)
@@ -44,7 +43,7 @@ def replay(
             "resume": str(again),
             "accept_changed_code": True,  # the copies that are trained were compared with the record
             "init_from": None,
-            "output": scratch,
+            "output": str(children.folder),
             "keep_for_audit": chain.begin["keep"],
             "checkpoint_every": chain.begin["every"],
             "keep_last": 1,
@@ -52,10 +51,11 @@ def replay(
             "max_restarts": 0,
             "faults": () if is_last else (f"stop@{segment.stop}",),
         }
-        code, _, errors = training.run_ddp(["train", *_given(asked, changes).to_words()])
-        if code not in _ENDS:
-            last = errors.strip().rpartition("\n")[2]
-            raise UserError(f"segment {segment.number} cannot be trained again (exit code {code}): {last}")
+        ended = children.ddp(["train", *_given(asked, changes).to_words()])
+        if ended.code not in _ENDS:
+            raise UserError(
+                f"segment {segment.number} cannot be trained again (exit code {ended.code}): {ended.error()}"
+            )
         _compare(again / CHAIN, chain, segment)
 
 

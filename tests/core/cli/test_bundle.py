@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.bundle import BUNDLE_FORMAT, make_bundle, verify_bundle
+from ddp_core.record.bundles import unpack_bundle
 from ddp_core.record.directory import RunDirectory
 from tests.support.commands import ddp, train, trained
+from tests.support.mounts import tmpfs
 from tests.support.own_project import write_project
 
 NAMES = [
@@ -60,6 +62,12 @@ def refusal(file: Path) -> str:
         verify_bundle(file, None, None, None, None)
     assert failure.value.exit_code == ExitCode.BAD_INPUT
     return str(failure.value)
+
+
+def test_a_disk_that_is_full_while_a_bundle_is_unpacked_is_no_damage(packed: Path, tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", "size=8k") as small, pytest.raises(UserError, match="disk full") as failure:
+        unpack_bundle(packed, small)
+    assert failure.value.exit_code == ExitCode.RESOURCES
 
 
 def test_the_same_run_gives_the_same_bytes(run: Path, packed: Path, tmp_path: Path) -> None:

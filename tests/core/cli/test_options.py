@@ -7,8 +7,10 @@ import shlex
 
 import pytest
 
+from ddp_core.cli.prepare import _is_deterministic
+from ddp_core.config.layout import DeviceType, Layout
 from ddp_core.config.options import Asked, NodeRange, groups
-from ddp_core.config.records import option_name
+from ddp_core.config.records import ReductionKind, option_name
 from tests.core.cli.asking import understood
 from tests.support.commands import ROOT
 
@@ -118,3 +120,19 @@ def test_the_environment_gives_defaults(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("DDP_DATA", "/the/data")
     assert (understood("digits").output, understood("digits").data_dir) == ("/elsewhere", "/the/data")
     assert understood("digits", "--output", "here").output == "here"
+
+
+@pytest.mark.parametrize(
+    ("device", "reduction", "wanted"),
+    [
+        ("cpu", "plain", True),
+        ("cpu", "exact", True),
+        ("cuda", "plain", False),
+        ("cuda", "exact", True),
+    ],
+)
+def test_kernels_repeat_their_bits_where_that_costs_nothing_or_is_promised(
+    device: DeviceType, reduction: ReductionKind, wanted: bool
+) -> None:
+    asked = Asked(experiment="digits", deterministic="auto")
+    assert _is_deterministic(asked, reduction, Layout(device=device)) == wanted

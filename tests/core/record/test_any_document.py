@@ -29,6 +29,7 @@ from ddp_core.cli.early_numerics import expected_numerics
 from ddp_core.cli.prepare import load_with_settings
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Asked, Options
+from ddp_core.distributed.children import Children
 from ddp_core.distributed.world import World
 from ddp_core.experiment.request import Request
 from ddp_core.observe.heartbeat import name_lost_peer, renew_heartbeat
@@ -310,7 +311,7 @@ def try_out(place: Place, readers: dict[str, list[Read]], examples: int) -> None
 
 @pytest.fixture(autouse=True)
 def _nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(asked: Asked) -> None:
+    def refuse(children: Children, asked: Asked) -> None:
         raise UserError("not trained here")
 
     monkeypatch.setattr("ddp_core.cli.verify.train_silently", refuse)

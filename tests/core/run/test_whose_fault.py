@@ -127,7 +127,7 @@ def test_a_label_without_a_class_is_named_with_its_samples(mode: str, tmp_path: 
     assert "IndexError: Target 7 is out of bounds" in line
     assert "your model's outputs, of shape [2, 3], have no class for it" in line
     assert "sample ids 5" in line or "sample ids 21" in line
-    assert "Traceback" in ended.errors
+    assert "Traceback" not in ended.errors, "no frame of it is the user's"
 
 
 @pytest.mark.parametrize("mode", ["single", "dp", "torchrun"])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_core.base.errors import UserError
+from ddp_core.distributed.children import Children
 from ddp_lab.diagnose import runs
 from tests.lab.diagnose.cases import FIXTURES
 from tests.support.commands import Ended, command
@@ -62,18 +63,18 @@ def test_a_script_without_a_step_cannot_be_diagnosed(tmp_path: Path) -> None:
 
 def test_no_run_can_write_to_a_large_file_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder := tmp_path / "here").mkdir()
-    (scratch := tmp_path / "scratch").mkdir()
     (folder / "data.bin").write_bytes(b"measured once")
     monkeypatch.setattr(runs, "_LARGEST_COPIED", 4)
-    runner = runs.Runner(runs.Script(folder / "train.py", (), folder), scratch, 0.0)
-    copies = [runner.folder() / "data.bin" for _ in range(2)]
-    assert len({copy.resolve() for copy in copies}) == 1, "one copy for all runs"
-    assert all(copy.resolve().is_relative_to(scratch) for copy in copies)
-    assert copies[0].stat().st_mode & 0o222 == 0
-    monkeypatch.setattr(runs.shutil, "disk_usage", lambda path: SimpleNamespace(free=20))
-    full = runs.Runner(runs.Script(folder / "train.py", (), folder), tmp_path, 0.0)
-    with pytest.raises(UserError, match="move it out of the folder that the script is started in") as refused:
-        full.folder()
+    with Children("ddp-test-") as children, Children("ddp-test-") as others:
+        runner = runs.Runner(runs.Script(folder / "train.py", (), folder), children, 0.0)
+        copies = [runner.folder() / "data.bin" for _ in range(2)]
+        assert len({copy.resolve() for copy in copies}) == 1, "one copy for all runs"
+        assert all(copy.resolve().is_relative_to(children.folder) for copy in copies)
+        assert copies[0].stat().st_mode & 0o222 == 0
+        monkeypatch.setattr(runs.shutil, "disk_usage", lambda path: SimpleNamespace(free=20))
+        full = runs.Runner(runs.Script(folder / "train.py", (), folder), others, 0.0)
+        with pytest.raises(UserError, match="move it out of the folder that the script is started in") as refused:
+            full.folder()
     assert refused.value.exit_code == 4
 
 
