@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +20,11 @@ from typing import IO, Any, NotRequired, Self
 
 from typing_extensions import TypedDict
 
+from ddp_core.base.beneath import each_line, open_file
 from ddp_core.base.documents import BadDocument, Count, json_text, parse_document
 from ddp_core.base.ending import take_off_bar
 from ddp_core.base.files import LineFile
+from ddp_core.base.shown import shown_in
 from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.stop import Stopped
 from ddp_core.observe.loggers.logger import BackgroundLogger, Ending
@@ -63,7 +66,7 @@ class MetricsWriter:
         self._file: LineFile | None = None
         if path is not None:
             self._file = LineFile(path)
-            if path.read_bytes()[-1:] not in (b"", b"\n"):
+            if not _ends_whole(path):
                 # A full disk or a crash has cut the last line; the next record must not become a part of that line.
                 self._file.write("")
 
@@ -130,6 +133,13 @@ def each_record(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]
             yield dict(record)
 
 
+def _ends_whole(path: Path) -> bool:
+    """Whether the file's last line has its end."""
+    with open_file(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 1))
+        return file.read(1) in (b"", b"\n")
+
+
 def _near_end(path: Path, step: int) -> tuple[set[str], int]:
     """The kinds of the records of one step near the end of the file, but for `resume`, and the newest `step` there.
 
@@ -137,9 +147,9 @@ def _near_end(path: Path, step: int) -> tuple[set[str], int]:
     """
     kinds: set[str] = set()
     newest = 0
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _END_BYTES))
-        for line in file:
+    with open_file(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
+        for line in file.read(2 * _END_BYTES).splitlines():
             with contextlib.suppress(BadDocument):
                 record = parse_document(line, MetricsRecord)
                 if record["kind"] == "resume":
@@ -155,13 +165,11 @@ def _near_end(path: Path, step: int) -> tuple[set[str], int]:
 
 def _lines(path: Path, containing: bytes = b"") -> Iterator[MetricsRecord]:
     """The records as they are written, but for lines that are no records."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
+    with contextlib.suppress(FileNotFoundError):
+        for line in each_line(path):
             if containing in line:
                 with contextlib.suppress(BadDocument):
-                    yield parse_document(line, MetricsRecord)
+                    yield shown_in(parse_document(line, MetricsRecord))
 
 
 def readable(figures: Mapping[str, Any]) -> list[str]:
