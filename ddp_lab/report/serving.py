@@ -24,7 +24,10 @@ class _Handler(SimpleHTTPRequestHandler):
         """Refuse a request for another name than ours: a page elsewhere could let its own name lead here."""
         if not super().parse_request():
             return False
-        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+        try:
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+        except ValueError:
+            host = ""
         if host in (self.server.server_name, "localhost") or _is_address(host):
             return True
         self.send_error(421, "this report is served under another name")
