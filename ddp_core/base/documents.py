@@ -6,11 +6,10 @@ BadDocument, or hold it up.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
-import os
 import re
-import stat
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -18,9 +17,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
+from ddp_core.base.beneath import MOST_BYTES, NotAFile, read_file
+
 _Kind = TypeVar("_Kind")
 
-MOST_BYTES = 2**26
 MOST_DEPTH = 100
 """Far below the depth at which Python's own recursion ends."""
 _LONGEST_NUMBER = 300
@@ -50,13 +50,14 @@ def read_document(path: Path, kind: type[_Kind], form: str | None = None, most_b
     Fields that the kind does not name are left in. `form`: the `format` that the document must name. Raises
     BadDocument, also for a file with more than `most_bytes`, and OSError where it cannot be read.
     """
-    # A pipe in the place of the file must not keep the reader waiting.
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise BadDocument("not a file")
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise BadDocument(f"larger than {most_bytes:,} bytes")
+    try:
+        content = read_file(path, most_bytes)
+    except NotAFile:
+        raise BadDocument("not a file") from None
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise BadDocument(str(error.strerror)) from None
+        raise
     return parse_document(content, kind, form)
 
 

@@ -12,6 +12,7 @@ from typing import ParamSpec
 from ddp_core.base.errors import ExitCode, UserError, in_words, internal
 from ddp_core.base.extras import missing_extra
 from ddp_core.base.refusals import refusal
+from ddp_core.base.shown import shown
 
 _P = ParamSpec("_P")
 _INTERRUPTED = 130
@@ -22,6 +23,10 @@ def take_off_bar() -> None:
     """Clear the line of the terminal, if standard error is one: a bar of a process that was killed may stand on it."""
     if sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         sys.stderr.write(_CLEAR_LINE)
+
+
+def _say(speaker: str, text: str) -> None:
+    print(f"{speaker}: {shown(text, lines=True)}", file=sys.stderr, flush=True)
 
 
 def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
@@ -39,7 +44,7 @@ def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
                 return main(*words, **named)
             except UserError as error:
                 take_off_bar()
-                print(f"{speaker}: {in_words(error.exit_code, str(error))}", file=sys.stderr, flush=True)
+                _say(speaker, in_words(error.exit_code, str(error)))
                 return error.exit_code
             except KeyboardInterrupt:
                 take_off_bar()
@@ -48,10 +53,10 @@ def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
             except Exception as error:
                 take_off_bar()
                 if (known := missing_extra(error) or refusal(error)) is not None:
-                    print(f"{speaker}: error: {known}", file=sys.stderr, flush=True)
+                    _say(speaker, f"error: {known}")
                     return known.exit_code
                 traceback.print_exc()
-                print(f"{speaker}: error: {internal(error)}", file=sys.stderr, flush=True)
+                _say(speaker, f"error: {internal(error)}")
                 return ExitCode.INTERNAL
 
         return guarded

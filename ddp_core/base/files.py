@@ -19,17 +19,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from ddp_core.base.beneath import folder_of, open_beneath, open_file, remove_beneath
+from ddp_core.base.errors import UserError
+
 _POLL_SECONDS = 0.005
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp")
 
 
-def replace_file(target: Path, content: str | bytes, *, durable: bool = False) -> None:
+def replace_file(target: Path, content: str | bytes, *, durable: bool = False, root: Path | None = None) -> None:
     """Write `target` anew: a reader finds the old content or the new content, and a failure leaves the old content.
 
     Text is written as UTF-8. With `durable` the content and the name are on the disk before this returns, so that they
-    survive a crash of the machine. Raises OSError.
+    survive a crash of the machine. `root`: as for `open_beneath`. Raises OSError.
     """
-    with NewFile(target) as new:
+    with NewFile(target, root) as new:
         new.write(content.encode() if isinstance(content, str) else content)
         if durable:
             new.sync()
@@ -51,9 +54,12 @@ def naming(path: Path) -> Iterator[None]:
 class LineFile:
     """A text file to which whole lines are appended, so that it can be read at any time. Its OSErrors name the file."""
 
-    def __init__(self, path: Path, mode: Literal["a", "w"] = "a", errors: str = "strict") -> None:
+    def __init__(
+        self, path: Path, mode: Literal["a", "w"] = "a", errors: str = "strict", root: Path | None = None
+    ) -> None:
         self.path = path
-        self._file = path.open(mode, buffering=1, encoding="utf-8", errors=errors)
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if mode == "a" else os.O_TRUNC)
+        self._file = os.fdopen(open_beneath(path, flags, root), mode, buffering=1, encoding="utf-8", errors=errors)
 
     def write(self, line: str) -> None:
         """Append the line, which has no line feed. Raises OSError."""
@@ -79,15 +85,15 @@ class NewFile:
 
     Leaving the context without `rename` removes the file. It is locked with flock while it is open. By this lock, a
     process that removes the files of dead writers recognises the file of a live writer, even of a writer in another
-    container, whose processes it cannot see.
+    container, whose processes it cannot see. `root`: as for `open_beneath`.
     """
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, root: Path | None = None) -> None:
         self.target = target
-        self._renamed = False
+        self._root, self._renamed = root, False
         while True:
             self.temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-            self._descriptor = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            self._descriptor = open_beneath(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, root)
             try:
                 with naming(self.temporary):
                     fcntl.flock(self._descriptor, fcntl.LOCK_EX)
@@ -105,8 +111,8 @@ class NewFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._renamed:
-            with contextlib.suppress(OSError):
-                self.temporary.unlink()
+            with contextlib.suppress(OSError, UserError):
+                remove_beneath(self.temporary, self._root)
         os.close(self._descriptor)
 
     def write(self, data: bytes | memoryview) -> int:
@@ -123,7 +129,8 @@ class NewFile:
 
     def rename(self) -> None:
         """Give the file its real name; it stays locked until the context ends."""
-        self.temporary.rename(self.target)
+        with folder_of(self.target, self._root) as folder, naming(self.temporary):
+            os.rename(self.temporary.name, self.target.name, src_dir_fd=folder, dst_dir_fd=folder)
         self._renamed = True
 
 
@@ -154,13 +161,13 @@ def target_of(name: str) -> str | None:
 
 def sha256_of(file: Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal digits. Raises OSError."""
-    with file.open("rb") as content:
+    with open_file(file) as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
     """Wait until a file's bytes, or the new, changed and removed names in a folder, are on the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)
     finally:

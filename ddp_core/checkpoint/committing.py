@@ -12,6 +12,7 @@ from typing import IO, Any, TypeVar, cast
 
 import torch
 
+from ddp_core.base.beneath import remove_beneath
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import NewFile, sync
 from ddp_core.base.refusals import disk_full, free_bytes, refused
@@ -38,6 +39,9 @@ class CheckpointFiles:
         at: At,
     ) -> None:
         self.directory = directory
+        # What lies in a run directory is reached through no link beneath it, such as its folder of checkpoints.
+        is_in_run = isinstance(fence, Fence) and directory.is_relative_to(fence.directory)
+        self.root = fence.directory if isinstance(fence, Fence) and is_in_run else directory
         self._synced_before = synced_before
         self._keep_last, self._keep_every = keep_last, keep_every
         self._fence, self._ranks, self._at = fence, ranks, at
@@ -81,7 +85,7 @@ class CheckpointFiles:
                 # The disk is asked, not a variable: an interrupt can come right after the rename that commits.
                 with contextlib.suppress(OSError):
                     if manifests.uncommitted(target):
-                        target.unlink()
+                        remove_beneath(target, self.root)
             if isinstance(error, OSError):
                 raise refused(error, target, needed) from error
             raise
@@ -112,7 +116,7 @@ class CheckpointFiles:
                 problems = [] if message is None else [message]
         if not is_committed:
             with contextlib.suppress(OSError):
-                target.unlink(missing_ok=True)
+                remove_beneath(target, self.root)
         if problem is not None and not isinstance(problem, UserError):
             raise problem
         if problems:
@@ -130,7 +134,7 @@ class CheckpointFiles:
     @contextlib.contextmanager
     def _data(self, target: Path, state: Any) -> Iterator[DataPart]:
         """Write a data file, not yet committed; inside the block it is on the disk, under its name, and locked."""
-        with DataFile(target) as data:
+        with DataFile(target, self.root) as data:
             self._at("data opened")
             data.on_first_write = lambda: self._at("data partly written")
             torch.save(state, cast("IO[bytes]", data))
@@ -168,7 +172,7 @@ class CheckpointFiles:
             replaced = manifests.read_manifest(checkpoint.manifest).data
         for path in self._synced_before:
             sync(path)
-        with NewFile(checkpoint.manifest) as manifest:
+        with NewFile(checkpoint.manifest, self.root) as manifest:
             self._at("manifest opened")
             manifest.write(manifests.encode(checkpoint))
             self._at("manifest written")
@@ -204,7 +208,7 @@ class CheckpointFiles:
             "manifest": checkpoint.manifest.name,
             "metric": checkpoint.metric,
         }
-        with NewFile(self.directory / f"{name}.json") as pointer:
+        with NewFile(self.directory / f"{name}.json", self.root) as pointer:
             pointer.write(json.dumps(content).encode() + b"\n")
             pointer.sync()
             self._at(f"{name} synced")
@@ -219,7 +223,7 @@ class CheckpointFiles:
         A checkpoint whose data is damaged does not count as one of the newest that stay.
         """
         for name in replaced - {part.file for part in newest.data}:
-            (self.directory / name).unlink(missing_ok=True)
+            remove_beneath(self.directory / name, self.root)
         found: dict[int, Path] = {}
         data: dict[int, list[Path]] = {}
         for path in self.directory.iterdir():
@@ -241,10 +245,10 @@ class CheckpointFiles:
             if any(step % each == 0 for each in self._keep_every):
                 continue
             with self.only_writer():
-                found[step].unlink(missing_ok=True)
+                remove_beneath(found[step], self.root)
                 self._at("old manifest removed")
                 for path in data.get(step, []):
-                    path.unlink(missing_ok=True)
+                    remove_beneath(path, self.root)
                 self._at("old data removed")
 
 

@@ -42,8 +42,8 @@ class DataFile(NewFile):
     about "unexpected pos".
     """
 
-    def __init__(self, target: Path) -> None:
-        super().__init__(target)
+    def __init__(self, target: Path, root: Path | None = None) -> None:
+        super().__init__(target, root)
         self.written = 0
         self.on_first_write: Callable[[], None] | None = None
         self._digest = hashlib.sha256()

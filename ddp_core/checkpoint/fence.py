@@ -18,6 +18,7 @@ from typing import Self
 
 from typing_extensions import TypedDict
 
+from ddp_core.base.beneath import open_beneath, remove_beneath
 from ddp_core.base.documents import BadDocument, Count, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file, take_lock
@@ -44,14 +45,14 @@ def _short_lock(path: Path, patience: float) -> Iterator[None]:
     """
     deadline = time.monotonic() + patience
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = open_beneath(path, os.O_RDWR | os.O_CREAT)
         try:
             taken = take_lock(descriptor, patience=deadline - time.monotonic())
             if _is_still(path, descriptor):
                 if taken:
                     yield
                     return
-                path.unlink(missing_ok=True)
+                remove_beneath(path)
         finally:
             os.close(descriptor)
 
@@ -59,7 +60,7 @@ def _short_lock(path: Path, patience: float) -> Iterator[None]:
 def _is_still(path: Path, descriptor: int) -> bool:
     """Whether `path` is still the file that was opened: another process may have removed or replaced it since."""
     try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ddp_core.base.beneath import open_file, remove_beneath
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import take_lock, target_of
 from ddp_core.base.platforms import OPEN_FILES
@@ -129,7 +130,7 @@ def _verified(checkpoint: Checkpoint, readers: Readers | None = None) -> Iterato
         files: list[BufferedReader] = []
         try:
             for position, part in enumerate(checkpoint.data):
-                files.append(stack.enter_context((checkpoint.directory / part.file).open("rb")))
+                files.append(stack.enter_context(open_file(checkpoint.directory / part.file)))
                 if position % count == number:
                     _verify(part, files[-1])
         except (Damaged, OSError) as problem:
@@ -273,10 +274,11 @@ def _reason(error: Exception) -> str:
     return next((line[:200] for line in lines if line), "")
 
 
-def sweep(directory: str | Path, on_event: Callable[[str], None] = _ignore) -> list[Path]:
+def sweep(directory: str | Path, on_event: Callable[[str], None] = _ignore, root: Path | None = None) -> list[Path]:
     """Remove what dead writers left, temporary files and data files that no manifest commits; return their paths.
 
     Only files with names that this package gives are removed, and none whose flock a live writer holds.
+    `root`: the run directory, where it is one: no link beneath it is followed.
     """
     removed = []
     directory = Path(directory)
@@ -284,10 +286,10 @@ def sweep(directory: str | Path, on_event: Callable[[str], None] = _ignore) -> l
         if not _is_leftover(path):
             continue
         try:
-            with path.open("rb") as leftover:
+            with open_file(path) as leftover:
                 # Checked again under the lock: a live writer may have committed the file in between.
                 if take_lock(leftover.fileno()) and _is_leftover(path):
-                    path.unlink()
+                    remove_beneath(path, root)
                     removed.append(path)
                     on_event(
                         f"swept {path.name}, {human_bytes(os.fstat(leftover.fileno()).st_size)} of an unfinished save"

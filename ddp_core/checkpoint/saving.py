@@ -78,8 +78,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._pending: Future[None] | None = None
         self._stall = 0.0
         try:
-            make_directory(self.directory)
-            with NewFile(self.directory / "latest.json"):
+            if not self.directory.is_dir():
+                make_directory(self.directory)
+            with NewFile(self.directory / "latest.json", self._files.root):
                 pass
         except OSError as error:
             raise refused(error, self.directory) from error

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
+from ddp_core.base.beneath import open_file
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.base.files import NewFile, is_file, is_there, sha256_of, sync
@@ -131,7 +132,7 @@ def _initial_weights(record: Mapping[str, Any]) -> dict[str, Content]:
 
 
 def _open(content: Content) -> BufferedReader | BytesIO:
-    return content.open("rb") if isinstance(content, Path) else BytesIO(content)
+    return open_file(content) if isinstance(content, Path) else BytesIO(content)
 
 
 def _write(file: Path, members: dict[str, Content]) -> None:

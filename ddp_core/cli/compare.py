@@ -10,6 +10,7 @@ from typing import Any
 
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.base.fingerprint import fingerprint_differences
+from ddp_core.base.shown import shown
 from ddp_core.cli.seeds_table import facts_over_seeds, table_over_seeds
 from ddp_core.config.records import dotted
 from ddp_core.distributed.reports import tell_user
@@ -118,17 +119,19 @@ def table(runs: Sequence[RunAndRecord], title: str) -> str:
     each = [_facts_of(directory, record, _reference(runs)) for directory, record in runs]
     unfinished = any(facts["status"] != "completed" for facts in each)
     cells = [_row(facts, own, sharded, in_part, unfinished) for facts in each]
-    broken = [f"! {directory.path.name}: {what}" for directory, record in runs if (what := what_broke_it(record))]
-    early = [f"{directory.path.name}: {words}" for directory, record in runs if (words := _early(record))]
+    broken = [
+        f"! {shown(directory.path.name)}: {what}" for directory, record in runs if (what := what_broke_it(record))
+    ]
+    early = [f"{shown(directory.path.name)}: {words}" for directory, record in runs if (words := _early(record))]
     return "\n".join([title, *aligned(cells), *broken, *early, verdict([record for _, record in runs]), ""])
 
 
 def aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """The lines of a table: the names of the columns, a rule, and the rows, all of which have the same columns."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    widths = [max(len(shown(cell)) for cell in column) for column in zip(*lines, strict=True)]
     header, *below = (
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        "  ".join(shown(cell).ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
     return [header, "  ".join("-" * width for width in widths), *below]
 

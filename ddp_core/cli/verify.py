@@ -75,6 +75,8 @@ def _line_of(directory: RunDirectory, record: Mapping[str, Any]) -> list[tuple[R
         parent = RunDirectory(Path(fork["run"]))
         if not is_file(parent.path / "run.json"):
             raise Different(f"different start: {parent.path} is gone, from which the run branched off")
+        if any(parent.path.resolve() == run.path.resolve() for run, _ in line):
+            raise UserError(f"{parent.path} branches off from itself, as its run.json and those of its parents say")
         line.insert(0, (parent, parent.read()))
     return line
 

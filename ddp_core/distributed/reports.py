@@ -20,6 +20,7 @@ from ddp_core.base.ending import take_off_bar
 from ddp_core.base.errors import ExitCode, UserError, in_words
 from ddp_core.base.files import replace_file
 from ddp_core.base.process import die_with_parent
+from ddp_core.base.shown import shown
 from ddp_core.distributed.stop import ASKED_ELSEWHERE
 from ddp_core.distributed.world import World
 
@@ -32,7 +33,7 @@ def tell_user(*texts: str) -> None:
     """Print each text as a line on standard error."""
     take_off_bar()
     for text in texts:
-        print(f"ddp: {text}", file=sys.stderr, flush=True)
+        print(f"ddp: {shown(text, lines=True)}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Report:
     def tell(self) -> None:
         """Print it on standard error."""
         if self.trace:
-            sys.stderr.write(self.trace)
+            sys.stderr.write(shown(self.trace, lines=True))
         tell_user(in_words(self.exit_code, self.message))
 
 

@@ -27,8 +27,9 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
 
+from ddp_core.base.beneath import make_folder_beneath, read_file
 from ddp_core.base.errors import UserError
-from ddp_core.base.files import make_directory, replace_file
+from ddp_core.base.files import replace_file, sync
 from ddp_core.base.refusals import refused
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.experiment.file import INSTALLED, LoadedExperiment, Served
@@ -70,10 +71,18 @@ class Source:
         """Copy the files into a folder; they are on the disk when this returns. Raises UserError (4)."""
         try:
             for place, text in self.texts.items():
-                make_directory((folder / place).parent)
-                replace_file(folder / place, text, durable=True)
+                _make_folders((folder / place).parent, folder.parent)
+                replace_file(folder / place, text, durable=True, root=folder.parent)
         except OSError as error:
             raise refused(error) from None
+
+
+def _make_folders(folder: Path, root: Path) -> None:
+    """Make the folder, and those above it up to `root`, so that they survive a power cut. Raises OSError."""
+    if folder != root:
+        _make_folders(folder.parent, root)
+        make_folder_beneath(folder, root)
+        sync(folder.parent)
 
 
 def collect(loaded: LoadedExperiment) -> Source:
@@ -173,7 +182,7 @@ def read_source(directory: Path, recorded: Mapping[str, Any]) -> Source:
     for place, digest in recorded["files"].items():
         file = folder / _inside(place)
         try:
-            texts[place] = file.read_bytes()
+            texts[place] = read_file(file)
         except OSError as error:
             raise UserError(f"{file} cannot be read ({error.strerror}): it is the code that the run trained") from None
         if hashlib.sha256(texts[place]).hexdigest() != digest:

@@ -33,6 +33,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from ddp_core.base.beneath import each_line, open_beneath
 from ddp_core.base.documents import BadDocument, Count, json_text, parse_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_there, naming, replace_file
@@ -45,6 +46,7 @@ DIGITS = 16
 OTHER_STATE = "averaged weights, scaler or schedule"
 """The last name in `tensors`."""
 _HEAD = b',"head":"'
+_APPEND = os.O_WRONLY | os.O_APPEND
 _Hex = Annotated[str, Field(pattern=r"^[0-9a-f]*$")]
 
 
@@ -159,7 +161,11 @@ class ChainFile:
         except BrokenChain:
             pass  # what was half written when the run was lost
         if end:
-            os.truncate(self._file, end)
+            descriptor = open_beneath(self._file, os.O_WRONLY)
+            try:
+                os.ftruncate(descriptor, end)
+            finally:
+                os.close(descriptor)
             self.append(*lines_after(self.step))
         if self.step < step:
             raise UserError(
@@ -181,7 +187,7 @@ class ChainFile:
             body = json_line(line)
             self.head, self.step = head_of(self.head, body), line["step"]
             content += sealed(body, self.head)
-        with naming(self._file), self._file.open("ab") as file:
+        with naming(self._file), os.fdopen(open_beneath(self._file, _APPEND), "ab") as file:
             file.write(content)
 
 
@@ -216,24 +222,23 @@ def each_link(file: Path) -> Iterator[Link]:
     Raises BrokenChain at the first line that is damaged or whose head is another one, and OSError.
     """
     head, end = "", 0
-    with file.open("rb") as content:
-        for number, raw in enumerate(content, 1):
-            body, found, seal = raw.rpartition(_HEAD)
-            body += b"}"
-            head = head_of(head, body)
-            if not found or seal != f'{head}"}}\n'.encode():
-                raise BrokenChain(f"line {number} was changed, or a line before it (its head does not fit)")
-            try:
-                line = parse_document(body, _Line)
-            except BadDocument as error:
-                raise BrokenChain(f"line {number} cannot be read: {error}") from None
-            kind = line.get("kind", "")
-            if not _FIELDS.get(kind, {"kind"}) <= line.keys() or (kind == "begin") != (number == 1):
-                raise BrokenChain(f"line {number} has other fields than a chain's ({kind or 'no kind'})")
-            if kind == "begin" and line["format"] != CHAIN_FORMAT:
-                raise BrokenChain(f"it is not of format {CHAIN_FORMAT}")
-            end += len(raw)
-            yield Link(line, head, end)
+    for number, raw in enumerate(each_line(file), 1):
+        body, found, seal = raw.rpartition(_HEAD)
+        body += b"}"
+        head = head_of(head, body)
+        if not found or seal != f'{head}"}}\n'.encode():
+            raise BrokenChain(f"line {number} was changed, or a line before it (its head does not fit)")
+        try:
+            line = parse_document(body, _Line)
+        except BadDocument as error:
+            raise BrokenChain(f"line {number} cannot be read: {error}") from None
+        kind = line.get("kind", "")
+        if not _FIELDS.get(kind, {"kind"}) <= line.keys() or (kind == "begin") != (number == 1):
+            raise BrokenChain(f"line {number} has other fields than a chain's ({kind or 'no kind'})")
+        if kind == "begin" and line["format"] != CHAIN_FORMAT:
+            raise BrokenChain(f"it is not of format {CHAIN_FORMAT}")
+        end += len(raw)
+        yield Link(line, head, end)
 
 
 def numbers(text: str) -> list[str]:

@@ -26,9 +26,11 @@ from typing import TYPE_CHECKING, NotRequired
 
 from typing_extensions import TypedDict
 
+from ddp_core.base.beneath import make_folder_beneath, remove_beneath
 from ddp_core.base.documents import BadDocument, Count, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file
+from ddp_core.base.shown import shown_in
 from ddp_core.distributed.processes import state_of
 from ddp_core.distributed.world import World
 from ddp_core.observe.step import StepBatch, StepObserver
@@ -67,8 +69,8 @@ class Heartbeat(StepObserver):
 
     def __init__(self, directory: Path, world: World, usage: Usage | None = None) -> None:
         self._usage = usage
-        self._path = directory / "heartbeats" / f"rank-{world.rank}.json"
-        self._path.parent.mkdir(exist_ok=True)
+        self._root, self._path = directory, directory / "heartbeats" / f"rank-{world.rank}.json"
+        make_folder_beneath(self._path.parent)
         host = socket.gethostname()
         try:
             address = socket.gethostbyname(host)
@@ -110,7 +112,8 @@ class Heartbeat(StepObserver):
             self._usage.sample()
         # A full disk must not end the run here: the next checkpoint reports it properly.
         with contextlib.suppress(OSError):
-            replace_file(self._path, json.dumps(self._facts | {"step": step} | _moment(self._sequence) | self.speed()))
+            beat = self._facts | {"step": step} | _moment(self._sequence) | self.speed()
+            replace_file(self._path, json.dumps(beat), root=self._root)
             self._sequence += 1
 
     def speed(self) -> dict[str, float]:
@@ -156,14 +159,14 @@ def read_heartbeats(directory: Path) -> list[Beat]:
     found: list[Beat] = []
     for path in (directory / "heartbeats").glob("rank-*.json"):
         with contextlib.suppress(OSError, BadDocument):
-            found.append(read_document(path, Beat))
+            found.append(shown_in(read_document(path, Beat)))
     return sorted(found, key=lambda beat: beat["rank"])
 
 
 def clear_heartbeats(directory: Path) -> None:
     """Remove the heartbeats of an earlier attempt."""
     for path in (directory / "heartbeats").glob("rank-*.json"):
-        path.unlink(missing_ok=True)
+        remove_beneath(path, directory)
 
 
 def renew_heartbeat(directory: Path, world: World) -> None:
@@ -174,7 +177,8 @@ def renew_heartbeat(directory: Path, world: World) -> None:
     path = directory / "heartbeats" / f"rank-{world.rank}.json"
     with contextlib.suppress(OSError, BadDocument):
         beat = read_document(path, Beat)
-        replace_file(path, json.dumps(beat | _moment(beat.get("sequence", 0) + 1) | {"noticed": True}))
+        noticed = beat | _moment(beat.get("sequence", 0) + 1) | {"noticed": True}
+        replace_file(path, json.dumps(noticed), root=directory)
 
 
 def name_lost_peer(directory: Path, world: World, message: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import TypedDict
 
+from ddp_core.base.beneath import each_line, make_folder_beneath, open_file
 from ddp_core.base.documents import BadDocument, Count, parse_document
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import LineFile
@@ -41,8 +42,8 @@ class Ledger(StepObserver):
 
     def __init__(self, directory: Path, attempt: int, rank: int, first_step: int) -> None:
         path = directory / "ledger" / f"attempt-{attempt:04d}-rank-{rank:04d}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        self._file = LineFile(path, "w")
+        make_folder_beneath(path.parent)
+        self._file = LineFile(path, "w", root=directory)
         self._write({"from_step": first_step})
 
     def before_step(self, batch: StepBatch) -> None:
@@ -124,7 +125,7 @@ def ranks_in_a_step(directory: Path, attempt: int) -> dict[int, bool]:
     """
     found: dict[int, bool] = {}
     for path in sorted((directory / "ledger").glob(f"attempt-{attempt:04d}-rank-*.jsonl")):
-        with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+        with contextlib.suppress(OSError, ValueError), open_file(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
             last = file.read().rstrip(b"\n").rpartition(b"\n")[2]
             found[int(path.stem.rpartition("-")[2])] = not last.startswith((b'{"done"', b'{"from_step"'))
@@ -133,7 +134,7 @@ def ranks_in_a_step(directory: Path, attempt: int) -> dict[int, bool]:
 
 def _lines(path: Path) -> list[_Line]:
     records: list[_Line] = []
-    for line in path.read_bytes().splitlines():
+    for line in each_line(path):
         try:
             records.append(parse_document(line, _Line))
         except BadDocument:

@@ -20,14 +20,17 @@ from typing import IO, Any, NotRequired, Self
 
 from typing_extensions import TypedDict
 
+from ddp_core.base.beneath import each_line, open_beneath, open_file
 from ddp_core.base.documents import BadDocument, Count, json_text, parse_document
 from ddp_core.base.ending import take_off_bar
 from ddp_core.base.files import LineFile
+from ddp_core.base.shown import shown_in
 from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.stop import Stopped
 from ddp_core.observe.loggers.logger import BackgroundLogger, Ending
 
 _END_BYTES = 2**16
+_LONGEST_LINE = 2**20
 
 
 class MetricsRecord(TypedDict):
@@ -64,10 +67,7 @@ class MetricsWriter:
         self._file: LineFile | None = None
         if path is not None:
             self._file = LineFile(path)
-            whole = path.read_bytes().rfind(b"\n") + 1
-            if whole < path.stat().st_size:
-                # A full disk or a crash has torn the last line; the next record must not become a part of it.
-                os.truncate(path, whole)
+            _cut_torn_line(path)
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one record; NaN and infinities become null. Loggers get its step and its numbers."""
@@ -132,6 +132,21 @@ def each_record(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]
             yield dict(record)
 
 
+def _cut_torn_line(path: Path) -> None:
+    """Cut off what a full disk or a crash has left of a last line, so that the next record is no part of it."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        begin = max(0, size - _LONGEST_LINE)
+        file.seek(begin)
+        whole = begin + file.read(_LONGEST_LINE).rfind(b"\n") + 1
+    if whole < size:
+        descriptor = open_beneath(path, os.O_WRONLY)
+        try:
+            os.ftruncate(descriptor, whole)
+        finally:
+            os.close(descriptor)
+
+
 def _near_end(path: Path, step: int) -> tuple[set[str], int]:
     """The kinds of the records of one step near the end of the file, but for `resume`, and the newest `step` there.
 
@@ -139,9 +154,9 @@ def _near_end(path: Path, step: int) -> tuple[set[str], int]:
     """
     kinds: set[str] = set()
     newest = 0
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _END_BYTES))
-        for line in file:
+    with open_file(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
+        for line in file.read(2 * _END_BYTES).splitlines():
             with contextlib.suppress(BadDocument):
                 record = parse_document(line, MetricsRecord)
                 if record["kind"] == "resume":
@@ -157,13 +172,11 @@ def _near_end(path: Path, step: int) -> tuple[set[str], int]:
 
 def _lines(path: Path, containing: bytes = b"") -> Iterator[MetricsRecord]:
     """The records as they are written, but for lines that are no records."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
+    with contextlib.suppress(FileNotFoundError):
+        for line in each_line(path):
             if containing in line:
                 with contextlib.suppress(BadDocument):
-                    yield parse_document(line, MetricsRecord)
+                    yield shown_in(parse_document(line, MetricsRecord))
 
 
 def readable(figures: Mapping[str, Any]) -> list[str]:

@@ -9,8 +9,12 @@ from typing import Any, Self
 
 import torch
 
+from ddp_core.base.beneath import make_folder_beneath, read_file
 from ddp_core.base.errors import UserError
+from ddp_core.base.files import NewFile, replace_file
 from ddp_core.observe.step import StepBatch, StepObserver
+
+_MOST_BYTES = 2**31
 
 
 class StepProfiler(StepObserver):
@@ -21,7 +25,7 @@ class StepProfiler(StepObserver):
 
     def __init__(self, window: str, directory: Path, rank: int) -> None:
         self._first, self._last = parse_window(window)
-        self._path = directory / "trace" / f"rank-{rank}.json"
+        self._root, self._path = directory, directory / "trace" / f"rank-{rank}.json"
         self._profiler: torch.profiler.profile | None = None
 
     def before_step(self, batch: StepBatch) -> None:
@@ -47,8 +51,10 @@ class StepProfiler(StepObserver):
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()
-            self._path.parent.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(self._path))
+            make_folder_beneath(self._path.parent)
+            with NewFile(self._path, self._root) as new:
+                profiler.export_chrome_trace(str(new.temporary))
+                new.rename()
 
 
 def parse_window(text: str) -> tuple[int, int]:
@@ -64,13 +70,13 @@ def merge_traces(directory: Path) -> Path | None:
     events: list[dict[str, Any]] = []
     for path in sorted((directory / "trace").glob("rank-*.json")):
         rank = int(path.stem.removeprefix("rank-"))
-        with contextlib.suppress(OSError, json.JSONDecodeError):
-            found = json.loads(path.read_text())["traceEvents"]
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads(read_file(path, _MOST_BYTES))["traceEvents"]
             events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
             # In the merged trace the number of a process is its rank.
             events += [event | {"pid": rank} for event in found if event.get("name") != "process_name"]
     if not events:
         return None
     target = directory / "trace" / "all-ranks.json"
-    target.write_text(json.dumps({"traceEvents": events}))
+    replace_file(target, json.dumps({"traceEvents": events}), root=directory)
     return target

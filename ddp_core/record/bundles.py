@@ -77,7 +77,7 @@ def _safe_members(file: Path, archive: ZipFile) -> list[ZipInfo]:
         if path.is_absolute() or ".." in path.parts or "\\" in member.filename or str(path) != member.filename:
             raise UserError(f"{file} is refused: {member.filename!r} leads out of the folder that it is unpacked into")
         if member.compress_type != ZIP_STORED or member.file_size != member.compress_size:
-            raise UserError(f"{file} is refused: {member.filename} is compressed, as in no bundle")
+            raise UserError(f"{file} is refused: {member.filename!r} is compressed, as in no bundle")
     if len({member.filename for member in members}) < len(members):
         raise UserError(f"{file} is refused: it holds two files of one name")
     if sum(member.file_size for member in members) > file.stat().st_size:

@@ -24,7 +24,7 @@ from ddp_core.distributed.process_group import Collectives
 from ddp_core.record.guarded import not_promised
 
 FILE = "data.json"
-_MOST_BYTES = 2**29
+MOST_DATA_BYTES = 2**29
 """Of data.json: some four million files."""
 _ROUND_SECONDS = 1.0
 
@@ -122,7 +122,7 @@ def recorded_digest(directory: Path, record: Mapping[str, Any]) -> DataDigest:
     data = record.get("data") or {"digest_of": "what is not known", "parts": 0}
     if data["parts"]:
         with contextlib.suppress(OSError, BadDocument):
-            parts = read_document(directory / FILE, dict[str, str], most_bytes=_MOST_BYTES)
+            parts = read_document(directory / FILE, dict[str, str], most_bytes=MOST_DATA_BYTES)
     return DataDigest(record["data_sha256"], data["digest_of"], parts, data.get("sampled", False))
 
 

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from ddp_core.base.beneath import open_file
 from ddp_core.base.errors import UserError
 
 _METADATA = ".metadata"
@@ -73,7 +74,7 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """The metadata, from a pickle that may name a few classes only."""
-        with (self._folder / _METADATA).open("rb") as file:
+        with open_file(self._folder / _METADATA) as file:
             found: Metadata = _Unpickler(file).load()
         for each in (found.storage_data or {}).values():
             path = PurePosixPath(each.relative_path)

@@ -11,12 +11,13 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ddp_core.base.documents import BadDocument, json_text, read_document
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import is_there, make_directory, replace_file
 from ddp_core.base.refusals import MEND_OUTPUT, refused
+from ddp_core.base.shown import shown_in
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.distributed.reports import tell_user
@@ -67,7 +68,8 @@ class RunDirectory:
         except BadDocument as error:
             reason = str(error)
         else:
-            return record
+            # The settings are code's, and may hold a line break: only their name is printed as it is.
+            return cast(RecordedRun, {**shown_in({**record, "experiment": None}), "experiment": record["experiment"]})
         raise UserError(f"{self.path} is not a run directory: it has no readable run.json ({reason})")
 
     def write(self, record: dict[str, Any]) -> None:

@@ -15,9 +15,12 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from ddp_core.base.errors import UserError
 from ddp_core.base.refusals import is_lack, refused
+from ddp_core.base.shown import shown
+from ddp_core.config.records import Numerics
 
 if TYPE_CHECKING:
     from ddp_core.experiment.request import Request
@@ -43,10 +46,16 @@ def portable_cpu(record: Mapping[str, Any]) -> str | None:
 def recorded_numerics(record: Mapping[str, Any]) -> str:
     """The numerics that repeat a run: by the rules that it was trained by, whatever `portable` has come to mean since.
 
-    `record` is the content of run.json.
+    `record` is the content of run.json. Raises UserError for rules that this version does not know.
     """
     rules = (record.get("fingerprint") or {}).get("numerics_rules")
-    return str(record["options"].get("numerics", "native")) if rules is None else f"portable-{rules}"
+    numerics = str(record["options"].get("numerics", "native")) if rules is None else f"portable-{rules}"
+    if numerics not in get_args(Numerics):
+        raise UserError(
+            f"the run has the numerics {shown(numerics)}, which this version of ddp does not know: "
+            f"it has {', '.join(get_args(Numerics))}"
+        )
+    return numerics
 
 
 def facts_of(request: Request) -> dict[str, str]:

@@ -6,12 +6,12 @@ needs its parent no more; `ddp verify` does, and follows the line of parents.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_core.base.beneath import make_folder_beneath, open_file
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import NewFile
@@ -23,6 +23,8 @@ from ddp_core.record.continuing import differing
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.fork_rules import refused_changes
 from ddp_core.record.weights import read_weights
+
+_PIECE = 2**24
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,14 @@ def bring_checkpoint(directory: RunDirectory) -> None:
             ExitCode.NO_CHECKPOINT,
         )
     try:
+        make_folder_beneath(directory.checkpoints)
         for file in source.file_names:
-            with NewFile(directory.checkpoints / file) as new:
-                shutil.copyfile(source.directory / file, new.temporary)
+            with (
+                NewFile(directory.checkpoints / file, directory.path) as new,
+                open_file(source.directory / file) as old,
+            ):
+                while piece := old.read(_PIECE):
+                    new.write(piece)
                 new.sync()
                 new.rename()
     except OSError as error:

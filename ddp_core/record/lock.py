@@ -12,6 +12,7 @@ from typing import Self
 
 from typing_extensions import TypedDict
 
+from ddp_core.base.beneath import NotAFile, open_beneath, open_file
 from ddp_core.base.documents import BadDocument, Count, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import take_lock
@@ -45,7 +46,7 @@ class RunLock:
         """Take the lock. Raises UserError (2), naming the holder, within a second, or (4) if it cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = open_beneath(self.path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise refused(error, self.path) from error
         try:
@@ -89,13 +90,11 @@ def is_held(directory: str | Path, patience: float | None = None) -> bool:
     Returning True takes `patience` seconds, by default half a second.
     """
     try:
-        descriptor = os.open(Path(directory) / _NAME, os.O_RDONLY)
-    except FileNotFoundError:
+        file = open_file(Path(directory) / _NAME)
+    except (FileNotFoundError, NotAFile):
         return False
-    try:
-        return not take_lock(descriptor, shared=True, patience=_PATIENCE_SECONDS if patience is None else patience)
-    finally:
-        os.close(descriptor)
+    with file:
+        return not take_lock(file.fileno(), shared=True, patience=_PATIENCE_SECONDS if patience is None else patience)
 
 
 def require_unlocked(directory: Path) -> None:

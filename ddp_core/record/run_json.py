@@ -7,21 +7,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
 from ddp_core.base.documents import Count, FilePath
+from ddp_core.base.shown import shown
 from ddp_core.config.layout import DeviceType, LayoutKind, ShardMode
 from ddp_core.config.records import Numerics, ReductionKind
 
 _Positive = Annotated[int, Field(gt=0, lt=2**63)]
 _Figure = float | None
+_MOST_ATTEMPTS = 10_000
+
+
+def _on_one_line(text: str) -> str:
+    if text != shown(text):
+        raise ValueError("it holds a control character")
+    return text
 
 
 class RecordedExperiment(TypedDict):
     """The settings that are read by name; `Experiment.from_json` checks all of them where the experiment is trained."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(min_length=1), AfterValidator(_on_one_line)]
     global_batch_size: _Positive
     epochs: _Positive
     max_steps: _Positive | None
@@ -215,7 +223,7 @@ class RecordedRun(TypedDict):
     message: str | None
     started_at: str
     finished_at: str | None
-    attempts: Annotated[list[RecordedAttempt], Field(min_length=1)]
+    attempts: Annotated[list[RecordedAttempt], Field(min_length=1, max_length=_MOST_ATTEMPTS)]
     data_sha256: str | None
     data: NotRequired[RecordedData]
     weights_sha256: str | None

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import replace_file
 from ddp_core.base.fingerprint import fingerprint, fingerprint_differences, of_all_ranks
 from ddp_core.base.silent_ends import no_silent_end
 from ddp_core.base.user_code import no_way_out
@@ -221,7 +223,7 @@ class RunRecord:
         text = f"{self.world.place}, step {self._step + 1}\n{trace}{_ENDED} {int(exit_code)}: {message}\n"
         file = self.directory.path / f"error-rank-{self.world.rank}.txt"
         with contextlib.suppress(OSError):
-            file.write_text(text, encoding="utf-8", errors="backslashreplace")
+            replace_file(file, text.encode(errors="backslashreplace"))
         self._try_to_end(exit_code, message)
 
     def _cause_on_another_rank(self) -> tuple[int, str] | None:
@@ -230,7 +232,7 @@ class RunRecord:
             return None
         with contextlib.suppress(OSError):
             for file in sorted(self.directory.path.glob("error-rank-*.txt")):
-                _, found, end = file.read_text(encoding="utf-8").rpartition(f"\n{_ENDED} ")
+                _, found, end = read_file(file).decode(errors="replace").rpartition(f"\n{_ENDED} ")
                 code, _, message = end.partition(": ")
                 if found and code.isdecimal() and (file.name, file.stat().st_mtime_ns) not in self._errors_before:
                     return int(code), message.strip()

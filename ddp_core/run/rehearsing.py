@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_core.base.files import replace_file
+from ddp_core.base.beneath import make_folder_beneath, read_file
+from ddp_core.base.files import NewFile, replace_file
 from ddp_core.base.memory import free_memory
 from ddp_core.experiment.request import Request
 from ddp_core.record.directory import RunDirectory
@@ -76,16 +77,19 @@ class FreshProcess:
         from safetensors.torch import save_file  # here, because most runs need none
 
         self._has_files = True
-        self._folder.mkdir(exist_ok=True)
+        make_folder_beneath(self._folder)
         on_host = {name: each.detach().cpu().contiguous() for name, each in gradients.items()}
-        save_file(on_host, self._folder / GRADIENTS)
+        with NewFile(self._folder / GRADIENTS, self._directory.path) as new:
+            save_file(on_host, new.temporary)
+            new.rename()
 
     def start(self, facts: Facts) -> None:
         """Start the process. Raises OSError."""
         self._started = time.monotonic()
         here = {"device": str(self._device), "threads": torch.get_num_threads(), "directory": str(self._directory.path)}
-        replace_file(self._folder / REQUEST, self._request.to_json())
-        replace_file(self._folder / FACTS, json.dumps({**asdict(facts), **here, "started": self._started}))
+        told = {**asdict(facts), **here, "started": self._started}
+        for name, text in ((REQUEST, self._request.to_json()), (FACTS, json.dumps(told))):
+            replace_file(self._folder / name, text, root=self._directory.path)
         self._process = start_interpreter(self._folder)
 
     def verdict(self, seconds: float) -> Verdict | None:
@@ -99,7 +103,7 @@ class FreshProcess:
                 return None
             return Verdict(failed=f"it took longer than {self._limit:.0f} s")
         try:
-            return Verdict(**json.loads((self._folder / VERDICT).read_text(encoding="utf-8")))
+            return Verdict(**json.loads(read_file(self._folder / VERDICT)))
         except (OSError, ValueError, TypeError):
             return Verdict(failed=f"its process ended with code {code} and said nothing")
 

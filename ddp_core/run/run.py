@@ -282,7 +282,7 @@ def _checkpointer(
         yield None
         return
     if world.is_first:
-        sweep(directory.checkpoints)
+        sweep(directory.checkpoints, root=directory.path)
     with ExitStack() as stack:
         fence, ranks = record.fence, None
         if in_parts:

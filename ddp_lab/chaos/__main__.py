@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -15,6 +14,7 @@ from types import FrameType
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import LineFile, replace_file
 from ddp_lab.chaos.drill import Drill, load, names
 from ddp_lab.chaos.faults import Breakable
 from ddp_lab.chaos.judge import DrillReport, judge, table
@@ -130,9 +130,10 @@ def _publish(report: DrillReport, run: Path | None) -> None:
     if run is None:
         return
     try:
-        (run / "drill.json").write_text(json.dumps(report.to_json(), indent=1) + "\n")
-        with contextlib.suppress(FileNotFoundError), (run / "log.txt").open("a") as log:
-            log.write(f"\n{text}\n")
+        replace_file(run / "drill.json", json.dumps(report.to_json(), indent=1) + "\n")
+        log = LineFile(run / "log.txt")
+        log.write(f"\n{text}")
+        log.close()
     except OSError as error:
         raise UserError(f"cannot write into {run}: {error.strerror}", ExitCode.RESOURCES) from None
     say(f"{run / 'drill.json'}")

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.observe.ledger import audit, committed_steps
 from ddp_core.record.directory import RunDirectory
@@ -112,7 +113,7 @@ def read_ledger(run: Path, total: int | None) -> tuple[str, bool]:
 def two_writers(run: Path) -> tuple[int, int] | None:
     """Where one attempt's step records go back, which only a second writer can cause: (step before, step after)."""
     last = 0
-    for entry in parse_lines((run / "metrics.jsonl").read_bytes()):
+    for entry in parse_lines(read_file(run / "metrics.jsonl", 2**31)):
         if entry.get("kind") == "resume":
             # A new rank 0 may be the first to tell of the step from which it goes on.
             last = min(last, entry["step"])

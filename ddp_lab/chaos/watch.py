@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_core.base.beneath import open_file
 from ddp_core.base.documents import BadDocument, parse_document
 from ddp_core.base.errors import UserError
 from ddp_core.observe.heartbeat import read_heartbeats
@@ -75,7 +76,7 @@ class Progress:
         with contextlib.suppress(UserError):
             self.record = RunDirectory(self.path).read()
         try:
-            with (self.path / "metrics.jsonl").open("rb") as file:
+            with open_file(self.path / "metrics.jsonl") as file:
                 file.seek(self._offset)
                 fresh = file.read()
         except FileNotFoundError:

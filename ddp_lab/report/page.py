@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file
+from ddp_core.base.shown import as_code, in_markdown
 from ddp_lab.report import values
 from ddp_lab.report.charts.plot import standing_alone
 from ddp_lab.report.charts.style import DARK, LIGHT
@@ -46,7 +47,12 @@ def render(report: Report, template: str) -> str:
     loader = PackageLoader("ddp_lab.report", "templates")
     html = template.endswith(".html.j2")
     surroundings = Environment(
-        loader=loader, autoescape=html, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=None if html else _in_markdown,
     )
     surroundings.globals.update(
         plural=values.plural,
@@ -58,7 +64,7 @@ def render(report: Report, template: str) -> str:
         anchor=run_anchor,
         interval=interval,
     )
-    surroundings.filters.update(markup=Markup, cell=_markdown_cell, sentence=_sentence)
+    surroundings.filters.update(markup=Markup, code=lambda words: Markup(as_code(words)), sentence=_sentence)
     return surroundings.get_template(template).render(report=report)
 
 
@@ -69,5 +75,6 @@ def _sentence(words: str) -> str:
     return begun + ("" if words.endswith((".", "!", "?", ":")) else ".")
 
 
-def _markdown_cell(item: str) -> str:
-    return item.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+def _in_markdown(value: object) -> Markup:
+    """What the Markdown shows of a value; it has no other way in."""
+    return value if isinstance(value, Markup) else Markup(in_markdown(str(value)))

@@ -6,8 +6,10 @@ import errno
 import signal
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
+from urllib.parse import urlsplit
 
 from ddp_core.base.errors import ExitCode, UserError
 
@@ -17,6 +19,19 @@ class _Handler(SimpleHTTPRequestHandler):
 
     server_version = "ddp-report"
     sys_version = ""
+
+    def parse_request(self) -> bool:
+        """Refuse a request for another name than ours: a page elsewhere could let its own name lead here."""
+        if not super().parse_request():
+            return False
+        try:
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+        except ValueError:
+            host = ""
+        if host in (self.server.server_name, "localhost") or _is_address(host):
+            return True
+        self.send_error(421, "this report is served under another name")
+        return False
 
     def translate_path(self, path: str) -> str:
         """Return the file asked for; for a file that is hidden or outside the folder, a path where there is nothing."""
@@ -36,6 +51,14 @@ class _Handler(SimpleHTTPRequestHandler):
 
     def log_message(self, format: str, *words: object) -> None:
         """Write nothing: a line per request would bury the report's own lines."""
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def address(words: str) -> tuple[str, int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.files import is_file
 from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.checkpoint import Checkpoint, load, read_checkpoint
 from ddp_core.checkpoint.manifest import manifest_at
@@ -18,7 +18,9 @@ from ddp_core.cli.audit.whole_chain import WholeChain
 from ddp_core.cli.repeating import Different
 from ddp_core.config.options import Asked
 from ddp_core.distributed.children import Children
+from ddp_core.experiment.source import read_source
 from ddp_core.observe.chain import CHAIN, BrokenChain, Link, difference, each_link, other_begin
+from ddp_core.record.data import MOST_DATA_BYTES
 from ddp_core.record.directory import RunDirectory
 from ddp_core.trainers.step_chain import state_digests
 
@@ -91,9 +93,9 @@ def _copy_record(directory: RunDirectory, record: Mapping[str, Any], asked: Aske
         initial = {**initial, "file": asked.init_from}  # where the file is now
     stopped = {**record, "status": "stopped", "exit_code": int(ExitCode.STOPPED), "chain": None, "init_from": initial}
     (again / "run.json").write_text(json.dumps(stopped), encoding="utf-8", errors="surrogateescape")
-    shutil.copytree(directory.path / record["source"]["folder"], again / record["source"]["folder"])
-    if is_file(directory.path / "data.json"):
-        shutil.copy(directory.path / "data.json", again)
+    read_source(directory.path, record["source"]).write(again / record["source"]["folder"])
+    with suppress(OSError):
+        (again / "data.json").write_bytes(read_file(directory.path / "data.json", MOST_DATA_BYTES))
 
 
 def _compare(file: Path, chain: WholeChain, segment: Segment) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+from ddp_core.base.beneath import open_file
 
 _LONGEST_LINE = 2**20
 
@@ -34,14 +35,11 @@ class AppendedLines:
     def read(self) -> Iterator[bytes]:
         """The new lines, without their ends; none where the file is missing or cannot be read."""
         try:
-            # A pipe in the place of the file must not keep the reader waiting.
-            file = open(self._path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+            file = open_file(self._path)
         except OSError:
             return
         with file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                return
             if status.st_size < self._read_to:
                 self._read_to, self._is_inside = 0, False
             if self._most_at_first is not None and status.st_size > self._most_at_first:

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from ddp_core.base.documents import BadDocument, parse_document
+from ddp_core.base.shown import shown, shown_in
 from ddp_core.cli.watch.appended import AppendedLines
 from ddp_core.cli.watch.curve import Curve
 from ddp_core.cli.watch.ranks import Ranks
@@ -64,7 +65,7 @@ class WatchedRun:
     @property
     def name(self) -> str:
         """The experiment and the run directory's name."""
-        return f"{self.record['experiment']['name']}/{self.directory.path.name}"
+        return shown(f"{self.record['experiment']['name']}/{self.directory.path.name}")
 
     def look(self) -> list[str]:
         """Read what is new; returns what has happened since the last look. Raises UserError without a good record."""
@@ -200,7 +201,7 @@ class WatchedRun:
         """Keep the newest warnings; returns the new ones."""
         found: list[str] = []
         for line in self._log.read():
-            text = line.decode(errors="replace").partition(" ")[2]
+            text = shown(line.decode(errors="replace")).partition(" ")[2]
             if "warning: " in text:
                 found.append(text)
         self.warnings.extend(found)
@@ -222,7 +223,7 @@ class WatchedRun:
 
     def _take(self, line: bytes) -> None:
         try:
-            record = parse_document(line, MetricsRecord)
+            record = shown_in(parse_document(line, MetricsRecord))
         except BadDocument:
             return
         kind, step, written = record["kind"], record["step"], record.get("time")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch.utils.tensorboard.writer import SummaryWriter
 
+from ddp_core.base.beneath import make_folder_beneath
 from ddp_core.observe.loggers.logger import Ending, LoggedRun
 
 
@@ -14,6 +15,7 @@ class RunLogger:
 
     def __init__(self, run: LoggedRun) -> None:
         self._run, self._folder = run, str(run.directory / "tensorboard")
+        make_folder_beneath(run.directory / "tensorboard")
         self._writer = SummaryWriter(self._folder)
 
     def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ddp_core.base.beneath import read_file
 from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.config.records import explain
 from ddp_lab.records import CLAIM_FORMAT, DRILL_FORMAT, Figure, Part, Series
@@ -144,7 +145,7 @@ def _pictures(file: Path) -> list[Picture]:
             if picture.stem in found:
                 continue
             try:
-                content = base64.b64encode(picture.read_bytes()).decode()
+                content = base64.b64encode(read_file(picture)).decode()
             except OSError:
                 continue
             found[picture.stem] = Picture(picture.stem, f"data:{media};base64,{content}", kind)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_core.base.beneath import open_file
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
 from ddp_core.config.records import dotted
@@ -104,7 +105,7 @@ def _layout_label(record: Mapping[str, Any]) -> str:
 
 def _log_tail(path: Path) -> str:
     try:
-        with (path / "log.txt").open("rb") as file:
+        with open_file(path / "log.txt") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - 4000))
             lines = file.read().decode(errors="replace").splitlines()
