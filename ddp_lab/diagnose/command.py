@@ -64,8 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume-args",
         metavar="WORDS",
-        help="arguments by which the script goes on from its own checkpoint: then it is stopped after its first torch.save, "
-        "however late that comes, and resumed, too",
+        help="arguments by which the script goes on from its own checkpoint: then it is stopped after its first "
+        "torch.save, however late that comes, and resumed, too",
     )
     parser.add_argument(
         "--folder",

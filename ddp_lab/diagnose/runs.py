@@ -96,8 +96,9 @@ class Runner:
     ) -> Run:
         """The trace of `ranks` ranks over `steps` optimizer steps, and on to a second `epoch` or until it has `saved`.
 
-        All of it takes `seconds` at most, where they are given; else as long as there is time. `folder` is that of an earlier run that is to be continued, with `more` arguments. With `tape` every operation
-        is written down, too, for a replay. Raises UserError where no rank has made a step.
+        All of it takes `seconds` at most, where they are given; else as long as there is time. `folder` is that of an
+        earlier run that is to be continued, with `more` arguments. With `tape` every operation is written down, too,
+        for a replay. Raises UserError where no rank has made a step.
         """
         work = folder or self.folder()
         self._runs += 1

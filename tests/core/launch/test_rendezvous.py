@@ -31,9 +31,11 @@ def test_the_health_check_asks_the_store_itself_and_loads_no_torch() -> None:
     with running("rendezvous", "--port", "0", "--bind", "127.0.0.1", cwd=ROOT) as server:
         assert server.stdout is not None
         port = server.stdout.readline().split()[4]
-        said = f"import sys; from ddp_core.cli.entry import main; code = main(['rendezvous', '--check', '{{}}:{port}'])\n"
-        after = "print(code, 'torch' in sys.modules)"
-        ended = command(program=["-c", said.format("127.0.0.1") + after], timeout=HANG)
+        said = (
+            "import sys; from ddp_core.cli.entry import main\n"
+            f"print(main(['rendezvous', '--check', '127.0.0.1:{port}']), 'torch' in sys.modules)"
+        )
+        ended = command(program=["-c", said], timeout=HANG)
         assert (ended.output.strip(), ended.errors) == ("0 False", "")
 
 
