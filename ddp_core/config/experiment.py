@@ -267,6 +267,11 @@ class Experiment(Frozen):
         return Experiment.from_json(record)
 
 
+def called(kind: str, name: str) -> str:
+    """How a message names a function of the experiment: "loss my_loss", and "loss" where it has no name of its own."""
+    return kind if name == kind else f"{kind} {name}"
+
+
 def nearest_multiples(number: int, divisor: int) -> tuple[int, int]:
     """The two multiples of `divisor` nearest to `number`: at or below it (0 if there is none), and above it."""
     below = number // divisor * divisor
