@@ -81,6 +81,13 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,from=requirements,source=/runtime.txt,target=/runtime.txt \
     /opt/pip/bin/pip --python /opt/venv/bin/python install -c /constraints.txt -r /runtime.txt hatchling \
     && find /opt/venv/lib -type d -name tests -prune -exec rm -rf {} +
+# What your experiments import beside that: EXTRA_PIP="einops timm>=1". The pins hold for it, too, so it moves nothing
+# that is there.
+ARG EXTRA_PIP=
+RUN --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
+    --mount=type=bind,source=constraints.txt,target=/constraints.txt \
+    test -z "$EXTRA_PIP" || { set -f; /opt/pip/bin/pip --python /opt/venv/bin/python install -c /constraints.txt $EXTRA_PIP; }
 
 
 # What runs: interpreter, environment, project. No compiler, no pip, and nothing that its user may write to.

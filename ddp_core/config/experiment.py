@@ -107,7 +107,7 @@ class DdpOptions(Frozen):
     powersgd_rank: int = Field(default=1, gt=0)
 
 
-_ADDED_LATER = ("ema_decay", "memory_format", "numerics")
+_ADDED_LATER = ("ema_decay", "memory_format", "numerics", "best")
 """Fields added after experiments had been digested. A digest leaves out such a field at its default, so that the older
 digests stay the same."""
 
@@ -119,6 +119,12 @@ def _check_name(name: str) -> str:
             "a digit, and goes on with these, _, . and -"
         )
     return name
+
+
+def _check_best(best: str | None) -> str | None:
+    if best is not None and not re.fullmatch(r"(max|min) \S+", best):
+        raise ValueError(f"{best!r} does not say which figure, and whether more of it is better: 'max f1' or 'min cer'")
+    return best
 
 
 def _own_or(built_in: type[Frozen]) -> BeforeValidator:
@@ -180,6 +186,9 @@ class Experiment(Frozen):
     sync_batch_norm: bool = False
     evaluation: Evaluation = Evaluation()
     ddp: DdpOptions = DdpOptions()
+    best: Annotated[str | None, AfterValidator(_check_best)] = None
+    """By which figure of the evaluation a checkpoint is kept as the best: "max f1" or "min cer". Without it by
+    accuracy, or else by loss."""
 
     @model_validator(mode="after")
     def _check_cut(self) -> Experiment:
@@ -256,6 +265,11 @@ class Experiment(Frozen):
             else:
                 record[section][key] = value
         return Experiment.from_json(record)
+
+
+def called(kind: str, name: str) -> str:
+    """How a message names a function of the experiment: "loss my_loss", and "loss" where it has no name of its own."""
+    return kind if name == kind else f"{kind} {name}"
 
 
 def nearest_multiples(number: int, divisor: int) -> tuple[int, int]:

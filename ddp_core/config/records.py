@@ -22,6 +22,9 @@ Numerics = Literal["native", "portable", "portable-1", "portable-2"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 
 
+_LONGEST_VALUE = 60
+
+
 class Frozen(BaseModel):
     """A record that cannot change and accepts no unknown field."""
 
@@ -52,8 +55,14 @@ def explain(error: ValidationError) -> str:
             text = f"there is no such field; {nearest_name(wrong, near or known)}"
         elif item["type"] == "model_type" and (known := _fields_at(error.title, item["loc"])):
             text = f"{item['input']!r} is none; give its fields by name: {', '.join(known)}"
+        elif item["type"] not in ("extra_forbidden", "missing", "value_error") and _is_short(item["input"]):
+            text = f"{text}, not {item['input']!r}"
         findings.append(f"{place}: {text}" if place else text)
     return "; ".join(findings)
+
+
+def _is_short(value: object) -> bool:
+    return not isinstance(value, BaseModel | dict) and len(repr(value)) <= _LONGEST_VALUE
 
 
 def _fields_at(title: str, place: Sequence[int | str]) -> dict[str, list[type[Frozen]]]:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.base.errors import UserError, nearest_name
 from ddp_core.base.user_code import LeftEarly, no_way_out, user_code
-from ddp_core.config.experiment import Component, Optimizer, Schedule
+from ddp_core.config.experiment import Component, Optimizer, Schedule, called
 from ddp_core.data.builders import DATA
 from ddp_core.experiment.file import SIGNATURES, LoadedExperiment, in_one_line, place_of
 from ddp_core.model.builders import MODELS
@@ -61,8 +61,9 @@ def resolve(loaded: LoadedExperiment, kind: Kind, name: str) -> Callable[..., An
     if is_function:
         if kind == "loss" and getattr(own, "__module__", None) == "torch.nn.functional":
             raise UserError(
-                f"experiment {loaded.experiment.name}: loss {name} is torch.nn.functional's, which averages; a loss "
-                f"here sums over samples: define one in {loaded.path} that calls it with reduction='sum'"
+                f"experiment {loaded.experiment.name}: {called('loss', name)} is torch.nn.functional's, which "
+                f"averages; a loss here sums over samples: define one in {loaded.path} that calls "
+                "it with reduction='sum'"
             )
         return own  # type: ignore[no-any-return]
     brought = _BROUGHT.get(kind, {})
@@ -172,7 +173,7 @@ def optimizer_of(loaded: LoadedExperiment, model: nn.Module) -> torch.optim.Opti
     optimizer = build(function, settings.options, {"model": model})
     schedule = loaded.experiment.schedule
     is_rate_set = not isinstance(schedule, Schedule) or schedule.changes_rate
-    require_trains(optimizer, model, _called("optimizer", settings.name), is_rate_set)
+    require_trains(optimizer, model, called("optimizer", settings.name), is_rate_set)
     return optimizer  # type: ignore[no-any-return]
 
 
@@ -191,12 +192,8 @@ def schedule_of(loaded: LoadedExperiment, optimizer: torch.optim.Optimizer, samp
         "steps_per_epoch": steps_per_epoch,
     }
     schedule = build(resolve(loaded, "schedule", settings.name), settings.options, known)
-    require_schedules(schedule, optimizer, _called("schedule", settings.name))
+    require_schedules(schedule, optimizer, called("schedule", settings.name))
     return schedule  # type: ignore[no-any-return]
-
-
-def _called(kind: str, name: str) -> str:
-    return kind if name == kind else f"{kind} {name}"
 
 
 def callbacks_of(loaded: LoadedExperiment) -> tuple[list[Callback], list[StepObserver]]:

@@ -18,6 +18,8 @@ def refused_changes(changes: Mapping[str, tuple[Any, Any]]) -> str | None:
         if name in _STATE or name.partition(".")[0] in _ORDER:
             what = "what the optimizer's state means" if name in _STATE else "which samples come when"
             return f"{name} is {_shown(there)} there and {_shown(here)} here, which changes {what}"
+        if name == "best":
+            return f"best is {_shown(there)} there and {_shown(here)} here: the best value so far is of another figure"
         if name == "ema_decay" and there is None:
             return "ema_decay is not set there, so its checkpoints hold no averaged weights"
     return None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.errors import UserError
+from ddp_core.config.experiment import called
 from ddp_core.data.trees import Tree, map_tensors, tensors_of
 from ddp_core.observe.step import StepBatch
 
@@ -30,8 +31,8 @@ def summed_loss(loss: Any, name: str) -> Tensor:
         return loss
     what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
     raise UserError(
-        f"loss {name} returned {what}; let it return one number as a tensor of shape [], the sum over the samples, "
-        "for example by reduction='sum' or .sum()"
+        f"{called('loss', name)} returned {what}; let it return one number as a tensor of shape [], the sum over the "
+        "samples, for example by reduction='sum' or .sum()"
     )
 
 
@@ -39,8 +40,8 @@ def require_gradient(loss: Tensor, name: str) -> None:
     """Raises UserError where backward could not begin, because nothing that is trained leads to the loss."""
     if not loss.requires_grad:
         raise UserError(
-            f"loss {name} has no gradient, because nothing that is trained leads to it: look for .detach(), .item(), "
-            ".numpy(), argmax, a comparison or torch.no_grad() in your model and your loss"
+            f"{called('loss', name)} has no gradient, because nothing that is trained leads to it: look for .detach(), "
+            ".item(), .numpy(), argmax, a comparison or torch.no_grad() in your model and your loss"
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError, nearest_name
 from ddp_core.base.user_code import user_code
 from ddp_core.checkpoint import whole_tensors
 from ddp_core.checkpoint.queues import without_queues
@@ -24,6 +24,20 @@ from ddp_core.sharding import Ownership, OwnsAll
 from ddp_core.trainers.between_updates import BetweenUpdates
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
+
+
+def _score(evaluation: dict[str, Any], best: str | None) -> float:
+    """How good the figures are: more is better, and NaN is never the best."""
+    if best is None:
+        return float(evaluation.get("test_accuracy", -evaluation.get("test_loss", math.nan)))
+    mode, name = best.split()
+    numbers = [each for each, value in evaluation.items() if isinstance(value, int | float | None)]
+    full = name if name in numbers else f"test_{name}"
+    if full not in numbers:
+        hint = nearest_name(full, numbers) if numbers else "the experiment has no held-out samples"
+        raise UserError(f"best is {best!r}, but the evaluation has no number {name}; {hint}")
+    value = math.nan if evaluation[full] is None else float(evaluation[full])
+    return value if mode == "max" else -value
 
 
 @dataclass
@@ -82,10 +96,13 @@ class TrainState:
             self.last_epoch_loss = self.epoch_loss / self.epoch_samples
         self.epoch_loss, self.epoch_samples = 0.0, 0
 
-    def take_evaluation(self, evaluation: dict[str, Any]) -> bool:
-        """Keep an evaluation's figures; returns whether they are the best so far, by accuracy or else by loss."""
+    def take_evaluation(self, evaluation: dict[str, Any], best: str | None = None) -> bool:
+        """Keep an evaluation's figures; returns whether they are the best so far, as the experiment's `best` has it.
+
+        Raises UserError where the evaluation has no number of that name.
+        """
         self.evaluation = evaluation
-        score = evaluation.get("test_accuracy", -evaluation.get("test_loss", math.nan))
+        score = _score(evaluation, best)
         if math.isnan(score) or (self.best is not None and score <= self.best):
             return False
         self.best = score

@@ -395,7 +395,7 @@ class Trainer(ABC):
 
     def evaluate_epoch(self, batch: StepBatch) -> bool:
         """Evaluate and record the figures; returns whether they are the best so far."""
-        is_best = self.state.take_evaluation(self.evaluate())
+        is_best = self.state.take_evaluation(self.evaluate(), self.experiment.best)
         self.seed_micro_batch.after_evaluation(batch.epoch)
         self.figures.evaluated(batch)
         if self.chain is not None:

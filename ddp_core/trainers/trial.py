@@ -16,7 +16,7 @@ from torch.utils.data import Subset
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import generators_kept
-from ddp_core.config.experiment import Evaluation
+from ddp_core.config.experiment import Evaluation, called
 from ddp_core.data.splits import Dataset
 from ddp_core.data.trees import Collate, Tree
 from ddp_core.distributed.process_group import Collectives
@@ -68,7 +68,8 @@ def check_loss(trainer: Trainer) -> None:
     ratio = twice / once if once else math.nan
     if not math.isfinite(ratio):
         return
-    found = f"loss {experiment.loss} gives {once:.6g} for {_SAMPLES} samples and {twice:.6g} for the same samples twice"
+    name = called("loss", experiment.loss)
+    found = f"{name} gives {once:.6g} for {_SAMPLES} samples and {twice:.6g} for the same samples twice"
     if abs(ratio - 1) <= _SAME[experiment.precision]:
         raise UserError(
             f"{found}: it averages, so a micro-batch of {trainer.cut.micro_batch} samples would count as one sample; "

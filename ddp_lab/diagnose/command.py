@@ -26,6 +26,8 @@ from ddp_lab.options import Parser
 FORMAT = "ddp-diagnose/1"
 TAPED_STEPS = 2
 """So many steps are replayed in one process: the second shows that it goes on from the first one's weights."""
+_SHARE_OF_SAVE = 0.4
+"""Until the first checkpoint a run may take so much of the time that is left: a second run must come as far."""
 FOUND = 1
 """The exit code where a bug was found."""
 _EPILOG = f"""what it does:
@@ -62,7 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume-args",
         metavar="WORDS",
-        help="arguments by which the script goes on from its own checkpoint: then it is stopped and resumed, too",
+        help="arguments by which the script goes on from its own checkpoint: then it is stopped after its first "
+        "torch.save, however late that comes, and resumed, too",
     )
     parser.add_argument(
         "--folder",
@@ -73,6 +76,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=_count, default=600, metavar="N", help="end all runs after so many seconds (default: 600)"
     )
+    # From the first word that is no option on, all belongs to the script, also without a -- before it.
+    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the findings as an HTML page")
     return parser
@@ -83,10 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Diagnose a script; returns the exit code."""
     make_patient()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    own, script_words = (words[: (at := words.index("--"))], words[at + 1 :]) if "--" in words else (words, [])
+    own, after = (words[: (at := words.index("--"))], words[at + 1 :]) if "--" in words else (words, [])
     options = build_parser().parse_args(own)
-    if not script_words:
-        raise UserError("no script is given; write it and its arguments after --: ddp diagnose -- train.py --epochs 3")
+    if not (script_words := [*options.script, *after]):
+        raise UserError("no script is given; write it and its arguments last: ddp diagnose -- train.py --epochs 3")
     here, folder = Path.cwd(), (options.folder or Path()).resolve()
     if not here.is_relative_to(folder):
         raise UserError(f"--folder {options.folder} does not hold the folder that you are in: name one around {here}")
@@ -189,9 +194,13 @@ def _after_resume(runner: Runner, ranks: int, options: argparse.Namespace, repea
         raise UserError("two runs without a stop differ already")
     print(f"running {in_words(ranks)} until a checkpoint, from it, and without a stop …", flush=True)
     folder = runner.folder()
-    stopped = runner.run(ranks, options.steps, until="saved", folder=folder)
+    seconds = runner.seconds_left * _SHARE_OF_SAVE
+    stopped = runner.run(ranks, options.steps, until="saved", folder=folder, seconds=seconds)
     if not stopped.has_saved:
-        raise UserError(f"{len(stopped.ranks[0].steps)} steps without a torch.save")
+        raise UserError(
+            f"{len(stopped.ranks[0].steps)} steps, in {seconds:.0f} seconds at most, without a torch.save; give more "
+            "time (--seconds), or the script arguments with which it saves sooner"
+        )
     resumed = runner.run(ranks, options.steps, folder=folder, more=shlex.split(options.resume_args))
     straight = runner.run(ranks, len(stopped.ranks[0].steps) + options.steps)
     return list(not_restored(straight, stopped, resumed))

@@ -92,11 +92,13 @@ class Runner:
         folder: Path | None = None,
         more: Sequence[str] = (),
         tape: bool = False,
+        seconds: float | None = None,
     ) -> Run:
         """The trace of `ranks` ranks over `steps` optimizer steps, and on to a second `epoch` or until it has `saved`.
 
-        `folder` is that of an earlier run that is to be continued, with `more` arguments. With `tape` every operation
-        is written down, too, for a replay. Raises UserError where no rank has made a step.
+        All of it takes `seconds` at most, where they are given; else as long as there is time. `folder` is that of an
+        earlier run that is to be continued, with `more` arguments. With `tape` every operation is written down, too,
+        for a replay. Raises UserError where no rank has made a step.
         """
         work = folder or self.folder()
         self._runs += 1
@@ -132,7 +134,8 @@ class Runner:
                             stderr=subprocess.STDOUT,
                         )
                     )
-            problem = self._wait(processes, logs, traces)
+            deadline = self._deadline if seconds is None else time.monotonic() + seconds
+            problem = self._wait(processes, logs, traces, deadline)
         finally:
             for process in processes:
                 self._children.end(process)
@@ -144,9 +147,16 @@ class Runner:
             run.problem = run.problem or f"steps of {run.world} ranks were seen, where {ranks} were asked for"
         return run
 
-    def _wait(self, processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], traces: Path) -> str:
+    @property
+    def seconds_left(self) -> float:
+        """The time that is left for all further runs together."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _wait(
+        self, processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], traces: Path, deadline: float
+    ) -> str:
         """Wait for all to end; returns the reason where one failed, or not all have ended in time."""
-        failed, deadline = -1, self._deadline
+        failed = -1
         while any(process.poll() is None for process in processes):
             if failed < 0:
                 failed = _first_failed(processes, traces)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ddp_lab.diagnose.tape import Tape
 
 LONGER = 6
-"""For a second epoch, or for a checkpoint, so many times the steps are seen at most."""
+"""For a second epoch so many times the steps are seen at most."""
 _WAIT_SECONDS = 10.0
 _EXCHANGES = (
     *("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather", "all_to_all", "all_to_all_single"),
@@ -314,9 +314,9 @@ class Tracer:
     def _is_enough(self) -> bool:
         if self._steps < self._wanted:
             return False
-        most = LONGER * self._wanted
         if self._until == "saved":
-            return self._steps >= most
+            return False
+        most = LONGER * self._wanted
         return self._until != "epoch" or self._steps >= most or not self._loaders.second_pass_comes(self._steps, most)
 
     def _stop(self) -> None:

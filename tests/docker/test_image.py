@@ -74,6 +74,16 @@ def test_labels_say_what_it_is(image: str, engine: docker.DockerClient) -> None:
     assert not {"created", "source", "url"} & set(labels)
 
 
+def test_packages_of_ones_own_come_into_the_image(project: Project, engine: docker.DockerClient) -> None:
+    project.variables |= {"EXTRA_PIP": "einops", "IMAGE_TAG": "extra"}
+    built = project.compose("build", "--quiet", "ddp-cpu", timeout=180)
+    assert built.returncode == 0, built.stderr
+    ran = project.compose("run", "--rm", "ddp-cpu", "python", "-c", "import einops, torch; print(torch.__version__)")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("2.")
+    engine.images.remove("samebits-cpu:extra")
+
+
 @pytest.fixture
 def trained(image: str, engine: docker.DockerClient) -> Iterator[docker.models.containers.Container]:
     """A container that trains, with the image's health check, which is impatient here."""

@@ -79,6 +79,12 @@ def test_command_is_said_here(service: dict[str, Any]) -> None:
     assert service["command"]
 
 
+def test_an_image_takes_packages_of_ones_own() -> None:
+    runtime = [service for service in SERVICES.values() if service["image"].startswith("samebits")]
+    assert {service["build"]["args"]["EXTRA_PIP"] for service in runtime} == {None}
+    assert "\nARG EXTRA_PIP=\n" in DOCKERFILE
+
+
 def test_known_identity_never_has_a_capability() -> None:
     assert set(IDENTITIES["known"]) == {"user", "init"}
 

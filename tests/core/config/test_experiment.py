@@ -17,7 +17,15 @@ from pydantic import ValidationError
 from torch.optim import lr_scheduler
 
 from ddp_core.base.errors import UserError
-from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule, nearest_multiples, setting_names
+from ddp_core.config.experiment import (
+    Component,
+    Experiment,
+    Optimizer,
+    Schedule,
+    called,
+    nearest_multiples,
+    setting_names,
+)
 from tests.support.processes import HANG
 
 MINIMAL: dict[str, Any] = {"name": "mine", "model": {"name": "mlp"}, "data": {"name": "digits"}, "global_batch_size": 8}
@@ -97,7 +105,8 @@ def test_every_change_gives_another_digest(change: str) -> None:
 
 def test_fields_that_came_later_leave_the_older_digests_as_they_were() -> None:
     record = experiment().to_json()
-    older = {name: value for name, value in record.items() if name not in ("ema_decay", "memory_format", "numerics")}
+    later = ("ema_decay", "memory_format", "numerics", "best")
+    older = {name: value for name, value in record.items() if name not in later}
     text = json.dumps(older, sort_keys=True, separators=(",", ":"))
     assert experiment().digest() == hashlib.sha256(text.encode()).hexdigest()
 
@@ -118,6 +127,15 @@ def test_the_digest_does_not_depend_on_the_process() -> None:
         check=True,
     )
     assert done.stdout.strip() == record.digest()
+
+
+def test_what_was_given_is_told_with_what_is_wrong_in_it() -> None:
+    with pytest.raises(UserError, match=r"epochs: Input should be a valid integer.*, not 'ten'$"):
+        experiment().with_settings(["epochs=ten"])
+
+
+def test_a_function_that_has_no_name_of_its_own_is_not_named_twice() -> None:
+    assert (called("loss", "loss"), called("loss", "mine")) == ("loss", "loss mine")
 
 
 def test_a_record_cannot_change() -> None:

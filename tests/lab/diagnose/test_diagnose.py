@@ -160,8 +160,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train.py"], "unrecognized arguments: train.py (see `ddp diagnose --help`)"),
-        ([], "no script is given; write it and its arguments after --: ddp diagnose -- train.py --epochs 3"),
+        (["gone.py", "--batch-size", "8"], "gone.py: no such file"),
+        (["--rank", "2", "train.py"], "unrecognized arguments: --rank (see `ddp diagnose --help`)"),
+        ([], "no script is given; write it and its arguments last: ddp diagnose -- train.py --epochs 3"),
         (["--", "gone.py"], "gone.py: no such file"),
         (["--ranks", "0", "--", "gone.py"], "argument --ranks: 0 is not a whole number from 1 to 100000"),
     ],
@@ -177,12 +178,24 @@ def test_wrong_words_are_told_in_one_line(
     assert line.startswith(f"ddp: error: {message}")
 
 
+def test_a_first_checkpoint_may_come_late_and_the_script_needs_no_dashes_before_it(tmp_path: Path) -> None:
+    """Its first torch.save is after step 32; with --steps 1 a fixed multiple of the steps would not reach it."""
+    text = (FIXTURES / "resume_without_optimizer.py").read_text()
+    text = text.replace("torch.randn(48, 8), torch.randint(4, (48,))", "torch.randn(160, 8), torch.randint(4, (160,))")
+    script = write(tmp_path, text.replace("    state = ", "    if step != 31:\n        continue\n    state = "))
+    ended = diagnose(tmp_path, "--ranks", "1", "--steps", "1", "--resume-args=--resume", script)
+    assert ended.code == 1, ended.output + ended.errors
+    assert "BUG: " in ended.output
+    assert "after 32 steps and a resume, the first step: the optimizer's state is another" in ended.output
+
+
 @pytest.mark.slow
 def test_what_could_not_be_looked_at_is_said(tmp_path: Path) -> None:
     script = write(tmp_path, "import torch\ntorch.manual_seed(0)\n" + TRAINS + STEP)
     ended = diagnose(tmp_path, "--ranks", "1", "--resume-args=", "--", script)
     assert ended.code == 0, ended.errors
-    assert "note: the resume was not looked at: 1 steps without a torch.save" in ended.output
+    assert "note: the resume was not looked at: 1 steps, in " in ended.output
+    assert "without a torch.save; give more time (--seconds), or the script arguments with which it" in ended.output
     assert ended.output.endswith("verdict: no bug found on 1 rank; not all was seen, as the notes say\n")
 
 

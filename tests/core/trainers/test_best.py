@@ -1,0 +1,53 @@
+"""Which evaluation's checkpoint is kept as the best one."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_core.base.errors import UserError
+from ddp_core.config.experiment import Experiment
+from ddp_core.trainers.train_state import TrainState
+from tests.support.commands import command
+from tests.support.processes import HANG
+
+
+def are_best(best: str | None, *figures: object) -> list[bool]:
+    model = nn.Linear(1, 1)
+    state = TrainState(model, torch.optim.SGD(model.parameters()))
+    return [state.take_evaluation({"test_loss": 1.0, "test_f1": value}, best) for value in figures]
+
+
+def test_more_or_less_of_any_figure_is_better() -> None:
+    assert are_best("max f1", 0.5, 0.4, 0.6) == are_best("max test_f1", 0.5, 0.4, 0.6) == [True, False, True]
+    assert are_best("min f1", 0.5, 0.4, 0.6) == [True, True, False]
+    assert are_best("max f1", None, math.nan, 0.1) == [False, False, True]
+    assert are_best(None, 0.1, 0.2) == [True, False]
+
+
+def test_a_figure_that_the_evaluation_does_not_have_is_named_with_the_nearest() -> None:
+    with pytest.raises(UserError, match="no number f2; did you mean test_f1"):
+        are_best("max f2", 0.5)
+    with pytest.raises(UserError, match="no number f1"):
+        are_best("max f1", [0.5, 0.5])
+
+
+@pytest.mark.parametrize("best", ["f1", "most f1", "max"])
+def test_nobody_guesses_whether_more_is_better(best: str) -> None:
+    with pytest.raises(UserError, match="'max f1' or 'min cer'"):
+        Experiment.from_json({"name": "any", "global_batch_size": 1, "best": best})
+
+
+@pytest.mark.parametrize(("words", "step"), [((), 44), (("--set", "best=min accuracy"), 22)])
+def test_a_run_keeps_the_checkpoint_of_that_evaluation(words: tuple[str, ...], step: int, tmp_path: Path) -> None:
+    ended = command("train", "digits", "--set", "epochs=2", *words, "--output", str(tmp_path), timeout=HANG)
+    assert ended.code == 0, ended.errors
+    (pointer,) = tmp_path.glob("*/*/checkpoints/best.json")
+    found = re.search(r"step\D*0*(\d+)", pointer.read_text())
+    assert found is not None
+    assert int(found[1]) == step, pointer.read_text()
