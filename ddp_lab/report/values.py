@@ -72,7 +72,7 @@ def measured(spread: Spread | None, scale: float = 1.0, alone: int = 2) -> str:
 def measured_range(spread: Spread, scale: float = 1.0) -> str:
     """Return the lowest and the highest of several measurements, in two digits of what they are apart."""
     apart = abs(spread.high - spread.low) * abs(scale)
-    place = math.floor(math.log10(apart)) - 1 if apart else _place(spread, scale, 3)
+    place = math.floor(math.log10(apart)) - 1 if apart else _place(spread, scale, 2)
     return f"{_to_place(spread.low * scale, place)} to {_to_place(spread.high * scale, place)}"
 
 

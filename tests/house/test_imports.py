@@ -225,7 +225,7 @@ def test_floor_zero_and_the_command_import_no_torch(module: str) -> None:
 
 
 @pytest.mark.parametrize("words", [["--help"], ["list"], ["train", "--help"]], ids=" ".join)
-def test_help_and_list_answer_without_torch_in_half_a_second(words: list[str]) -> None:
+def test_help_and_list_answer_without_torch_and_soon(words: list[str]) -> None:
     code = (
         "import sys\nfrom ddp_core.cli import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
@@ -233,8 +233,10 @@ def test_help_and_list_answer_without_torch_in_half_a_second(words: list[str]) -
     )
     runs = [python("-c", code, *words) for _ in range(3)]
     assert all(output.endswith("heavy: set()\n") for output, _ in runs)
-    # Processor time is compared, because on a busy machine everything waits; other processes only ever add to it.
-    assert min(seconds for _, seconds in runs) < 0.5
+    # Processor time is compared, because on a busy machine everything waits; other processes only ever add to it. What
+    # the command cannot do without takes 0.15 seconds on one kind of processor and 0.2 on another.
+    least = min(python("-c", "import click, pydantic")[1] for _ in range(3))
+    assert min(seconds for _, seconds in runs) < 3.5 * least
 
 
 def python(*words: str) -> tuple[str, float]:

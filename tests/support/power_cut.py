@@ -70,7 +70,7 @@ class TracedDisk:
     def _recorded(self, function: Callable[..., Any], seen: Callable[..., None]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
             result = function(*arguments, **named)
-            seen(result, *arguments)
+            seen(result, *_absolute(arguments, named))
             return result
 
         return call
@@ -113,6 +113,17 @@ class TracedDisk:
     def _change(self, names: Names) -> None:
         _apply(names, self._names)
         self._operations.append(lambda replay: replay.unsafe.append(names))
+
+
+def _absolute(arguments: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
+    """The arguments, in which a name in a folder that is given by its descriptor has become a path."""
+    folders = [named.get(name) for name in ("dir_fd", "src_dir_fd", "dst_dir_fd")]
+    one, source, target = (None if each is None else Path(f"/proc/self/fd/{each}").readlink() for each in folders)
+    found = list(arguments)
+    for place, folder in ((0, one or source), (1, target)):
+        if folder is not None:
+            found[place] = folder / found[place]
+    return found
 
 
 def _apply(names: Names, to: dict[str, _File]) -> None:

@@ -143,6 +143,7 @@ def test_few_modules_touch_the_environment() -> None:
         "base/determinism.py": "asks cuBLAS for deterministic kernels; sets the number of threads for workers, too",
         "distributed/addresses.py": "tells gloo its network interface, or checks what the user told it",
         "distributed/live_nccl.py": "tells torch to let NCCL spare the processes of a live recovery",
+        "distributed/children.py": "hands its environment on to the commands that it starts",
         "distributed/reports.py": "reads and tells which program has called `ddp_core.train`",
         "distributed/world.py": "reads the launcher's variables",
         "launch/launch.py": "tells torchrun's agent and its workers",

@@ -57,7 +57,8 @@ def test_a_machine_that_has_all_bits(capsys: pytest.CaptureFixture[str]) -> None
     ]
     assert record["outcomes"][0]["digests_sha256"] == record["outcomes"][1]["digests_sha256"]
     said = json.dumps(record)
-    assert not re.search(r'"/|\\\\|@', said), "no path and no address"
+    # A processor's name may have an @ between spaces.
+    assert not re.search(r'"/|\\\\|\S@\S', said), "no path and no address"
     page = (ROOT / "docs" / "reference" / "machines-seen.md").read_text()
     fields = {*record, *record["machine"], *record["outcomes"][0], *record["code"]}
     assert fields - set(re.findall(r"`(\w+)`", page)) == set(), "documented"
