@@ -203,7 +203,7 @@ def difference(there: Shapes, here: Shapes) -> str | None:
     ]
     if changed:
         parts.append(_some(changed))
-    return "; ".join(parts) or None
+    return shown("; ".join(parts)) or None
 
 
 def load(

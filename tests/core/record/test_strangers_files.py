@@ -5,18 +5,28 @@ A pipe keeps a careless reader waiting for ever, and a link leads a careless wri
 
 from __future__ import annotations
 
+import copy
+import itertools
+import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ddp_core.base.errors import UserError
+from ddp_core.cli import main
+from ddp_core.config.options import Asked
+from ddp_core.distributed.children import Children
 from tests.support.commands import Ended, ddp, train, trained
 from tests.support.own_project import write_project
 
 LIMIT = 120
 """Seconds, of which a command needs a few: one that waits at a pipe would wait for ever."""
+TOO_LARGE = "(larger than 8,388,608 bytes)"
+FORGED = "\x1b[2K\ndigests: 5 exact runs, identical"
 READERS = ("compare", "watch", "verify", "report")
 
 
@@ -110,3 +120,84 @@ def test_a_resume_writes_through_no_link(made: Path, run: Path, tmp_path: Path, 
     assert f"{place} is a link" in ended.errors
     assert len(ended.errors.splitlines()) == 1, ended.errors
     assert {file: file.read_bytes() for file in [elsewhere, *elsewhere.rglob("*")] if file.is_file()} == before
+
+
+def changed(run: Path, **fields: Any) -> None:
+    """The run, with other fields in its record."""
+    file = run / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def test_a_run_that_branches_off_from_itself_is_no_line_to_follow(run: Path) -> None:
+    other = shutil.copytree(run, run.with_name("other"))
+    fork = {"given": "x", "step": 2, "hyperparameters": []}
+    fork |= dict.fromkeys(("checkpoint_sha256", "weights_sha256", "experiment_sha256"), "0" * 64)
+    changed(run, forked_from=fork | {"run": str(other)})
+    changed(other, forked_from=fork | {"run": str(run)})
+    ended = ddp("verify", run, timeout=LIMIT)
+    assert (ended.code, ended.output) == (2, "")
+    assert ended.errors == (
+        f"ddp: error: {run} branches off from itself, as its run.json and those of its parents say\n"
+    )
+    for words in (("compare", "--no-check", run), ("watch", "--once", run)):
+        assert ddp(*words, timeout=LIMIT).code == 0
+
+
+def test_a_record_of_many_attempts_is_refused_before_it_is_read(run: Path) -> None:
+    attempt = {"layout": {"kind": "single", "device": "cpu", "nnodes": 1, "nproc_per_node": 1}}
+    changed(run, attempts=100_000 * [attempt | {"started_at": "2026-01-01T00:00:00Z", "restart_count": 0}])
+    for words in (("watch", "--once", run), ("compare", run), ("verify", run)):
+        ended = ddp(*words, timeout=LIMIT)
+        assert (ended.code, ended.output) == (2, "")
+        assert ended.errors.endswith(f"{run} is not a run directory: it has no readable run.json {TOO_LARGE}\n")
+        assert len(ended.errors.splitlines()) == 1
+
+
+def test_numerics_of_another_version_are_one_line(run: Path) -> None:
+    fingerprint = json.loads((run / "run.json").read_text())["fingerprint"]
+    changed(run, fingerprint=fingerprint | {"numerics": "portable", "numerics_rules": 99})
+    ended = ddp("verify", run, timeout=LIMIT)
+    assert (ended.code, ended.output) == (2, "")
+    assert ended.errors.startswith("ddp: error: the run has the numerics portable-99, which this version of ddp does")
+    assert len(ended.errors.splitlines()) == 1
+
+
+def inner_places(document: Any) -> Iterator[tuple[Any, Any]]:
+    """Each dict or list within the document, with each key or index."""
+    if isinstance(document, dict | list):
+        for key in list(document) if isinstance(document, dict) else range(len(document)):
+            yield document, key
+            yield from inner_places(document[key])
+
+
+def test_no_text_of_a_record_prints_a_line_of_its_own(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each text and each name in run.json is forged, one at a time."""
+
+    def refuse(children: Children, asked: Asked) -> None:
+        raise UserError("not trained here")
+
+    monkeypatch.setattr("ddp_core.cli.verify.train_silently", refuse)
+    whole = json.loads((run / "run.json").read_text())
+    whole |= {"message": "text", "promise_broken": {"step": 1, "what": "text"}, "experiment_file": "text"}
+    whole["ended_early"] = {"step": 1, "of": 2, "reason": "text"}
+    whole["environment"]["packages"] = {"torch": "2.0"}
+    other = shutil.copytree(run, run.with_name("other"))
+    changed(other, experiment_sha256="0" * 64)  # a table of its own, so that its title says what sets it apart
+    count = sum(1 for _ in inner_places(whole))
+    for number in range(2 * count):
+        forged = copy.deepcopy(whole)
+        container, key = next(itertools.islice(inner_places(forged), number // 2, None))
+        if number % 2 and isinstance(container, dict):
+            container[f"{key}{FORGED}"] = container[key]
+        elif isinstance(container[key], str):
+            container[key] += FORGED
+        else:
+            continue
+        (run / "run.json").write_text(json.dumps(forged))
+        for words in (("compare", "--no-check", str(other), str(run)), ("watch", "--once", str(run)), ("verify", str(run))):
+            main(words)
+            said = "\n".join(capsys.readouterr())
+            assert "\x1b" not in said, (words, container, key)
+            assert FORGED.split("\n")[1] not in said.splitlines(), (words, container, key)
