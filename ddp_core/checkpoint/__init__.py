@@ -21,7 +21,7 @@ from ddp_core.checkpoint.manifest import Checkpoint, is_part
 from ddp_core.checkpoint.parts import CutTensor, whole_tensors
 from ddp_core.checkpoint.ranks import Ranks
 from ddp_core.checkpoint.saving import Checkpointer
-from ddp_core.checkpoint.state import describe
+from ddp_core.checkpoint.state import describe, oversized
 
 __all__ = [
     "Checkpoint",
@@ -38,6 +38,7 @@ __all__ = [
     "is_part",
     "load",
     "newest_valid",
+    "oversized",
     "read_checkpoint",
     "sweep",
     "verify",

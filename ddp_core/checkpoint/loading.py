@@ -19,6 +19,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import take_lock, target_of
 from ddp_core.base.platforms import OPEN_FILES
 from ddp_core.base.refusals import human_bytes
+from ddp_core.base.shown import shown
 from ddp_core.checkpoint.manifest import (
     Checkpoint,
     Damaged,
@@ -33,7 +34,7 @@ from ddp_core.checkpoint.manifest import (
     uncommitted,
 )
 from ddp_core.checkpoint.parts import put_together, shapes_of, whole_tensors
-from ddp_core.checkpoint.state import Shapes
+from ddp_core.checkpoint.state import Shapes, oversized
 
 _SHOWN = 4
 _NAMED = re.compile(r"GLOBAL (\S+)")
@@ -202,7 +203,7 @@ def difference(there: Shapes, here: Shapes) -> str | None:
     ]
     if changed:
         parts.append(_some(changed))
-    return "; ".join(parts) or None
+    return shown("; ".join(parts)) or None
 
 
 def load(
@@ -250,6 +251,9 @@ def load(
                 )
                 for file in files
             ]
+            size = sum(part.bytes for part in checkpoint.data)
+            if expect is None and (name := next(filter(None, (oversized(each, size) for each in contents)), None)):
+                raise Damaged(f"{shown(name)} is larger than the files, as it was expanded")
             state = put_together(contents, checkpoint.shapes) if checkpoint.parts else contents[0]
             del contents
             state = state if in_parts else whole_tensors(state)

@@ -147,6 +147,15 @@ def leaves(state: Any) -> dict[str, Any]:
     return found
 
 
+def oversized(state: Any, size: int) -> str | None:
+    """The dotted name of a tensor of more bytes than the file of `size` bytes that it was read from; None without one.
+
+    One number can stand for all of a tensor that was expanded, and a copy of it would fill the memory.
+    """
+    tensors = ((name, leaf) for name, leaf in leaves(state).items() if isinstance(leaf, Tensor))
+    return next((name for name, tensor in tensors if tensor.numel() * tensor.element_size() > size), None)
+
+
 class Snapshots:
     """Copies of a state on the CPU, in buffers that are kept from one copy to the next.
 

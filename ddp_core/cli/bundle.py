@@ -16,6 +16,7 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.base.files import NewFile, is_file, is_there, sha256_of, sync
 from ddp_core.base.refusals import refused
+from ddp_core.base.shown import shown
 from ddp_core.checkpoint import read_checkpoint
 from ddp_core.checkpoint.manifest import manifest_at
 from ddp_core.cli.verify import verify_run
@@ -212,7 +213,7 @@ def verify_bundle(
         try:
             unpacked = unpack_bundle(file, Path(folder))
         except ChangedBundle as changed:
-            print(f"different bundle: {changed}. Nothing was trained.")
+            print(f"different bundle: {shown(str(changed))}. Nothing was trained.")
             return DIFFERENT
         print(f"bundle: {unpacked.files} files, each as MANIFEST says")
         print(f"packages: {package_differences(unpacked.pins, unpacked.record['environment'])}")

@@ -123,7 +123,7 @@ def table(runs: Sequence[RunAndRecord], title: str) -> str:
         f"! {shown(directory.path.name)}: {what}" for directory, record in runs if (what := what_broke_it(record))
     ]
     early = [f"{shown(directory.path.name)}: {words}" for directory, record in runs if (words := _early(record))]
-    return "\n".join([title, *aligned(cells), *broken, *early, verdict([record for _, record in runs]), ""])
+    return "\n".join([shown(title), *aligned(cells), *broken, *early, verdict([record for _, record in runs]), ""])
 
 
 def aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:

@@ -10,6 +10,7 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.base.files import is_file
 from ddp_core.base.fingerprint import fingerprint_differences
+from ddp_core.base.shown import shown
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.cli.repeating import Different, checked, other_ddp, place_of, train_silently
 from ddp_core.config.layout import LayoutKind
@@ -51,7 +52,7 @@ def verify_run(
         if (exchanged := exchanged_weights(path, record)) is not None:
             raise Different(f"different file: {exchanged} holds other weights than the record says")
     except Different as difference:
-        print(f"{difference}. Nothing was trained.")
+        print(f"{shown(str(difference))}. Nothing was trained.")
         return DIFFERENT
     with Children("ddp-verify-") as children:
         parent = None

@@ -24,7 +24,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path, PurePosixPath
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from ddp_core.base.beneath import make_folder_beneath, read_file
@@ -242,13 +242,18 @@ class _KeptModules(MetaPathFinder):
         if file is None:
             return None
         inner = [str(file.parent)] if file.name == "__init__.py" else None
-        loader = _ReadOnlyLoader(fullname, str(file))
+        loader = _TextLoader(fullname, str(file))
         return spec_from_file_location(fullname, file, loader=loader, submodule_search_locations=inner)
 
 
-class _ReadOnlyLoader(SourceFileLoader):
-    def set_data(self, *_: Any, **__: Any) -> None:
-        """Write no compiled files: a run's directory keeps what the run has put there."""
+class _TextLoader(SourceFileLoader):
+    """Compiles what the file holds; compiled files beside it, which no digest covers, are neither read nor written."""
+
+    def get_data(self, path: str) -> bytes:
+        return read_file(Path(path))
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def changed_files(before: Mapping[str, bytes], now: Mapping[str, bytes]) -> list[str]:

@@ -38,6 +38,7 @@ from ddp_core.base.documents import BadDocument, Count, json_text, parse_documen
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_there, naming, replace_file
 from ddp_core.base.fingerprint import fingerprint_differences
+from ddp_core.base.shown import shown_in
 
 CHAIN = "chain.jsonl"
 CHAIN_FORMAT = "ddp-chain/1"
@@ -229,7 +230,7 @@ def each_link(file: Path) -> Iterator[Link]:
         if not found or seal != f'{head}"}}\n'.encode():
             raise BrokenChain(f"line {number} was changed, or a line before it (its head does not fit)")
         try:
-            line = parse_document(body, _Line)
+            line = shown_in(parse_document(body, _Line))
         except BadDocument as error:
             raise BrokenChain(f"line {number} cannot be read: {error}") from None
         kind = line.get("kind", "")

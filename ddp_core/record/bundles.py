@@ -16,17 +16,17 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
+from ddp_core.base.beneath import MOST_BYTES
 from ddp_core.base.documents import parse_document
 from ddp_core.base.errors import UserError
 from ddp_core.base.refusals import is_lack, refused
-from ddp_core.record.run_json import RecordedRun
+from ddp_core.record.directory import shown_record
+from ddp_core.record.run_json import MOST_RECORD_BYTES, RecordedRun
 
 BUNDLE_FORMAT = "ddp-bundle/1"
 MANIFEST = "MANIFEST"
 PINS = "pins.txt"
 _MOST_MEMBERS = 10_000
-_MOST_TEXT = 2**26
-"""Bytes of a member that is read into memory as a whole."""
 
 
 class ChangedBundle(Exception):
@@ -53,7 +53,7 @@ def unpack_bundle(file: Path, folder: Path) -> Unpacked:
             members = _safe_members(file, archive)
             if changed := _changed(archive, members):
                 raise ChangedBundle(changed)
-            record = parse_document(_text(archive, "run.json"), RecordedRun)
+            record = shown_record(parse_document(_text(archive, "run.json", MOST_RECORD_BYTES), RecordedRun))
             told = Unpacked(len(members), record, _text(archive, PINS))
             _unpack(archive, members, folder)
     except (BadZipFile, RuntimeError, EOFError, KeyError, ValueError, struct.error) as error:
@@ -108,8 +108,8 @@ def _digest(archive: ZipFile, name: str) -> str | None:
         return None
 
 
-def _text(archive: ZipFile, name: str) -> str:
-    if archive.getinfo(name).file_size > _MOST_TEXT:
+def _text(archive: ZipFile, name: str, most_bytes: int = MOST_BYTES) -> str:
+    if archive.getinfo(name).file_size > most_bytes:
         raise ValueError(f"{name} is too large")
     return archive.read(name).decode()
 

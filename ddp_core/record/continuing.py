@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_there
+from ddp_core.base.shown import shown
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.records import dotted, setting_text
@@ -47,7 +48,9 @@ def differing(record: Mapping[str, Any], experiment: Experiment) -> dict[str, Va
 
 def in_words(changes: Mapping[str, Values]) -> str:
     """Differences in words: `optimizer.lr 0.1 there, 0.05 here`."""
-    return "; ".join(f"{name} {_shown(there)} there, {_shown(here)} here" for name, (there, here) in changes.items())
+    return shown(
+        "; ".join(f"{name} {_value(there)} there, {_value(here)} here" for name, (there, here) in changes.items())
+    )
 
 
 def find_resumable(request: Request, samples: int) -> RunDirectory | None:
@@ -202,7 +205,9 @@ def _continue_it(directory: RunDirectory, record: Mapping[str, Any], request: Re
     other = differing(record, request.loaded.experiment)
     asked = request.asked
     kept = [text for text in (asked.settings if asked else ()) if text.partition("=")[0].strip() not in other]
-    theirs = [f"{name}={setting_text(values.there)}" for name, values in other.items() if values.there is not ...]
+    theirs = [
+        shown(f"{name}={setting_text(values.there)}") for name, values in other.items() if values.there is not ...
+    ]
     return _command(request, resume=str(directory.path), settings=(*kept, *theirs), init_from=None)
 
 
@@ -214,7 +219,7 @@ def _fork_it(directory: RunDirectory, record: Mapping[str, Any], request: Reques
     return f"To go on from its newest checkpoint with these settings, as a new run: {command} "
 
 
-def _shown(value: Any) -> str:
+def _value(value: Any) -> str:
     return "none" if value is ... else repr(value)
 
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from ddp_core.base.beneath import open_file
 from ddp_core.base.errors import UserError
+from ddp_core.base.shown import shown
 
 _METADATA = ".metadata"
 _CLASSES: Mapping[str, frozenset[str]] = {
@@ -55,9 +56,12 @@ def read_dcp(folder: Path, nested: Sequence[str]) -> dict[str, Tensor]:
         below = {name: path[1:] for name, path in paths.items() if path[0] == key and len(path) > 1}
         paths = below or paths
     state: dict[str, Any] = {}
+    size = sum(file.stat().st_size for file in folder.iterdir())
     for name in paths:
         kept = found.state_dict_metadata[name]
         assert isinstance(kept, TensorStorageMetadata)
+        if kept.size.numel() * kept.properties.dtype.itemsize > size:
+            raise UserError(f"{folder} holds no weights: {shown(name)} is larger than the folder's files")
         state[name] = torch.empty(kept.size, dtype=kept.properties.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process

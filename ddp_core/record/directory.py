@@ -22,9 +22,15 @@ from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.distributed.reports import tell_user
 from ddp_core.record.lock import is_held
-from ddp_core.record.run_json import RecordedRun
+from ddp_core.record.run_json import MOST_RECORD_BYTES, RecordedRun
 
 RECORD_FORMAT = "ddp-run/1"
+
+
+def shown_record(record: RecordedRun) -> RecordedRun:
+    """The record with its texts as a terminal may show them."""
+    # The settings are code's, and may hold a line break: only their name is printed as it is.
+    return cast(RecordedRun, {**shown_in({**record, "experiment": None}), "experiment": record["experiment"]})
 
 
 def _ignore(directory: RunDirectory, problem: str) -> None:
@@ -57,7 +63,7 @@ class RunDirectory:
     def read(self) -> RecordedRun:
         """The content of run.json. Raises UserError (2) where it is missing or unreadable, or holds something else."""
         try:
-            record = read_document(self.path / "run.json", RecordedRun, RECORD_FORMAT)
+            record = read_document(self.path / "run.json", RecordedRun, RECORD_FORMAT, MOST_RECORD_BYTES)
             told = record["weights_sha256"] is not None and "steps" in record["result"]
             if record["status"] == "completed" and not told:
                 raise BadDocument("the run is completed, but its weights or its steps are not told")
@@ -68,8 +74,7 @@ class RunDirectory:
         except BadDocument as error:
             reason = str(error)
         else:
-            # The settings are code's, and may hold a line break: only their name is printed as it is.
-            return cast(RecordedRun, {**shown_in({**record, "experiment": None}), "experiment": record["experiment"]})
+            return shown_record(record)
         raise UserError(f"{self.path} is not a run directory: it has no readable run.json ({reason})")
 
     def write(self, record: dict[str, Any]) -> None:

@@ -157,7 +157,7 @@ def package_differences(text: str, environment: Mapping[str, Any]) -> str:
     other = [name for name in there if there[name] != here.get(name)]
     if not other:
         return f"all {len(there) - 1} packages and Python are those of the pins"
-    said = [f"{name} {there[name]} there, {here.get(name, 'none')} here" for name in _NAMED if name in other]
+    said = [f"{name} {shown(there[name])} there, {here.get(name, 'none')} here" for name in _NAMED if name in other]
     rest = len(other) - len(said)
     if rest:
         said.append(f"{rest} {'other ' if said else ''}packages of {len(there) - 1} differ or are missing here")

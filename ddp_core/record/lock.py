@@ -17,6 +17,7 @@ from ddp_core.base.documents import BadDocument, Count, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import take_lock
 from ddp_core.base.refusals import refused
+from ddp_core.base.shown import shown_in
 from ddp_core.distributed.processes import state_of
 
 _NAME = "run.lock"
@@ -129,7 +130,7 @@ class _Holder(TypedDict):
 def _holder(path: Path) -> tuple[str, int, str] | None:
     """The holder's host, its process number, and since when; None where it has not written them yet."""
     try:
-        content = read_document(path, _Holder)
+        content = shown_in(read_document(path, _Holder))
         return content["host"], content["pid"], content["since"]
     except (OSError, BadDocument):
         return None

@@ -15,9 +15,10 @@ from ddp_core.base.shown import shown
 from ddp_core.config.layout import DeviceType, LayoutKind, ShardMode
 from ddp_core.config.records import Numerics, ReductionKind
 
+MOST_RECORD_BYTES = 2**23
+"""Of a whole run.json, enough for ten thousand attempts; it is read several times by each command."""
 _Positive = Annotated[int, Field(gt=0, lt=2**63)]
 _Figure = float | None
-_MOST_ATTEMPTS = 10_000
 
 
 def _on_one_line(text: str) -> str:
@@ -223,7 +224,7 @@ class RecordedRun(TypedDict):
     message: str | None
     started_at: str
     finished_at: str | None
-    attempts: Annotated[list[RecordedAttempt], Field(min_length=1, max_length=_MOST_ATTEMPTS)]
+    attempts: Annotated[list[RecordedAttempt], Field(min_length=1)]
     data_sha256: str | None
     data: NotRequired[RecordedData]
     weights_sha256: str | None

@@ -13,7 +13,7 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_file, is_there
 from ddp_core.base.shown import shown
-from ddp_core.checkpoint import is_part, load, read_checkpoint
+from ddp_core.checkpoint import is_part, load, oversized, read_checkpoint
 
 WEIGHTS, AVERAGED_WEIGHTS = "model.safetensors", "model_ema.safetensors"
 _DIGESTS = {WEIGHTS: "weights_sha256", AVERAGED_WEIGHTS: "ema_sha256"}
@@ -71,11 +71,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             state = state[key]
     if not isinstance(state, Mapping) or not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise UserError(f"{path} is no state dict: a mapping of names to tensors was expected")
-    # One number can stand for all of a tensor that was expanded, and a copy of it would fill the memory.
-    size = path.stat().st_size if is_file(path) else None
-    for name, tensor in state.items():
-        if size is not None and not is_part(path) and tensor.numel() * tensor.element_size() > size:
-            raise UserError(f"{path} holds no weights: {shown(str(name))} is larger than the file, as it was expanded")
+    if is_file(path) and not is_part(path) and (name := oversized(state, path.stat().st_size)) is not None:
+        raise UserError(f"{path} holds no weights: {shown(name)} is larger than the file, as it was expanded")
     return dict(state)
 
 

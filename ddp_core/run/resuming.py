@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.refusals import refused
+from ddp_core.base.shown import shown
 from ddp_core.checkpoint import Checkpoint, Readers, describe, load, newest_valid, read_checkpoint
 from ddp_core.data.data_digest import DataDigest, changed_at
 from ddp_core.distributed.process_group import Collectives
@@ -222,7 +223,7 @@ def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, 
     if fork is not None:
         _take_hyperparameters(trainer.state.optimizer, fresh, fork["hyperparameters"])
     job.metrics.write("resume", step=trainer.state.step, ranks=ranks)
-    job.console.say(f"resumed at step {trainer.state.step} (written on {start.metadata['layout']})")
+    job.console.say(f"resumed at step {trainer.state.step} (written on {shown(str(start.metadata['layout']))})")
 
 
 def load_together(trainer: Trainer, checkpoint: Checkpoint, expect_metadata: Mapping[str, Any] | None = None) -> Any:

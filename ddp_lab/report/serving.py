@@ -17,6 +17,7 @@ from ddp_core.base.errors import ExitCode, UserError
 class _Handler(SimpleHTTPRequestHandler):
     """GET and HEAD of files inside the folder; links are followed first, so a link that leads outside is a 404, too."""
 
+    server: ThreadingHTTPServer
     server_version = "ddp-report"
     sys_version = ""
 

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
+from ddp_core.base.shown import shown
 from ddp_core.cli.audit.draw import Segment, claims, drawn, needed_draws, passing, segments_of
 from ddp_core.cli.audit.replay import replay
 from ddp_core.cli.audit.whole_chain import WholeChain, check_begin, check_chain
@@ -127,7 +128,7 @@ def audit_run(
                 "replayed", f"segment {lot.number} of {len(of_run)}, steps {lot.start + 1} to {lot.stop}: the same"
             )
     except Different as difference:
-        return report.end(str(difference), DIFFERENT)
+        return report.end(shown(str(difference)), DIFFERENT)
     return _pass(report, of_run, lots, seed, steps)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import py_compile
 import sys
 import types
 from pathlib import Path
@@ -107,6 +109,20 @@ def _serve(folder: Path) -> tuple[str, str, list[Path]]:
     serve_modules(Served(str(folder / "kept"), {"served_one": "served_one.py"}))
     one, two = (importlib.import_module(f"served_{name}").WORD for name in ("one", "two"))
     return one, two, list((folder / "kept").rglob("*.pyc"))
+
+
+def test_kept_modules_are_compiled_from_their_text_alone(tmp_path: Path) -> None:
+    """A compiled file beside the text may hold any other code, whatever digest the text has."""
+    assert ask(_serve_beside_compiled, tmp_path) == "the text"
+
+
+def _serve_beside_compiled(folder: Path) -> str:
+    (other := folder / "other.py").write_text("WHICH = 'the compiled file'\n")
+    (text := folder / "served_text.py").write_text("WHICH = 'the text'\n")
+    place = importlib.util.cache_from_source(str(text))
+    py_compile.compile(str(other), place, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    serve_modules(Served(str(folder), {"served_text": text.name}))
+    return str(importlib.import_module("served_text").WHICH)
 
 
 def kept(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +14,11 @@ from torch import nn
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.checkpoint import Checkpointer
+from ddp_core.base.files import sha256_of
+from ddp_core.checkpoint import Checkpointer, load, read_checkpoint
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.initial_weights import find_weights
-from ddp_core.record.weights import WEIGHTS, exchanged_weights, require_recorded_weights
+from ddp_core.record.weights import WEIGHTS, exchanged_weights, read_weights, require_recorded_weights
 from tests.support.records import a_record
 
 
@@ -87,4 +89,21 @@ def test_a_run_starts_another_with_the_weights_of_its_record_alone(tmp_path: Pat
     (run.checkpoints / "step-000000004.pt").unlink()
     with pytest.raises(UserError, match=r"model\.safetensors is gone") as refused:
         find_weights(str(tmp_path))
+    assert refused.value.exit_code == ExitCode.NO_CHECKPOINT
+
+
+def test_a_tensor_that_was_expanded_is_refused_before_it_takes_memory(tmp_path: Path) -> None:
+    state = {"model": {"large\x1b": torch.ones(1).expand(400_000_000_000)}}
+    torch.save(state, file := tmp_path / "weights.pt")
+    for read in (read_weights, lambda path: find_weights(str(path))):
+        with pytest.raises(UserError, match=r"weights\.pt holds no weights: large\\x1b is larger than the file"):
+            read(file)
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save({"model": {"large": torch.ones(1)}}, step=1, epoch=0)
+        assert checkpointer.last is not None
+    whole = read_checkpoint(checkpointer.last.path)
+    torch.save(state, whole.path)
+    forged = replace(whole, bytes=whole.path.stat().st_size, sha256=sha256_of(whole.path))
+    with pytest.raises(UserError, match=r"large\\x1b is larger than the files") as refused:
+        load(forged)
     assert refused.value.exit_code == ExitCode.NO_CHECKPOINT
