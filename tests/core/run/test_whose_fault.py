@@ -134,9 +134,9 @@ def test_a_label_without_a_class_is_named_with_its_samples(mode: str, tmp_path: 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (NO_SUM, "loss loss returned a tensor of shape [2]; let it return one number as a tensor of shape []"),
-        (NUMBER, "loss loss returned a float; let it return one number as a tensor of shape []"),
-        (NO_GRADIENT, "loss loss has no gradient, because nothing that is trained leads to it"),
+        (NO_SUM, "loss returned a tensor of shape [2]; let it return one number as a tensor of shape []"),
+        (NUMBER, "loss returned a float; let it return one number as a tensor of shape []"),
+        (NO_GRADIENT, "loss has no gradient, because nothing that is trained leads to it"),
     ],
     ids=["no sum", "number", "no gradient"],
 )
