@@ -118,13 +118,6 @@ ENV HOME=/tmp \
     PYTHONDONTWRITEBYTECODE=1 \
     DDP_OUTPUT=/outputs \
     DDP_DATA=/data
-# The command of compose.yaml's service nvidia-gpu, whose name is what the user reads where it is missing. Each link
-# leads to `true` by way of a directory that is there only where the kernel has a GPU: of NVIDIA's driver on Linux, and
-# of Windows' graphics device on WSL. Everywhere else the link is broken, and so there is no such command.
-RUN name="No NVIDIA GPU here. The same on the CPU: docker compose -f compose.yaml -f compose.cpu.yaml up SERVICE" \
-    && mkdir -p /opt/nvidia-gpu/linux /opt/nvidia-gpu/wsl \
-    && ln -s /proc/driver/nvidia/gpus/../../../../bin/true "/opt/nvidia-gpu/linux/$name" \
-    && ln -s /sys/devices/virtual/misc/dxg/../../../../../bin/true "/opt/nvidia-gpu/wsl/$name"
 ARG TORCH
 # Last, because they change with every commit and must not cost a layer.
 # `make` hands them in. A bare `docker compose build` cannot, and the image then says that its commit is unknown: .git

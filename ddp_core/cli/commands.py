@@ -90,6 +90,14 @@ def ddp(context: click.Context) -> int:
     return ExitCode.BAD_INPUT  # where there is no command; otherwise the command's own exit code counts
 
 
+def _require_known(experiment: str | None) -> None:
+    """Answer a typo before torch is loaded, which takes seconds. Raises UserError where there is no such experiment."""
+    from ddp_core.experiment.file import find_experiment
+
+    if experiment is not None:
+        find_experiment(experiment)
+
+
 @ddp.command("train", options=field_options, epilog=_EXAMPLES)
 @_config(title="What is trained, and from where on")
 @click.option(
@@ -131,6 +139,7 @@ def train_(context: click.Context, /, is_dry_run: bool, seeds: str | None, at_on
 
     stop_with_caller()
     asked, config = asked_in(context), config_of(context)
+    _require_known(None if asked.record else asked.experiment)
     if seeds is not None:
         from ddp_core.cli.seeds import train_seeds
 
@@ -152,11 +161,12 @@ def rehearse_(context: click.Context, /, **_: object) -> int:
     is written to --output. The exit code is 0 where the long run may be submitted.
     """
     _quiet()
+    asked, config = asked_in(context), config_of(context)
+    _require_known(None if asked.record else asked.experiment)
     from ddp_core.cli.preflight import rehearse
 
-    config = config_of(context)
     with config.blamed():
-        return rehearse(asked_in(context), "ddp " + " ".join(context.obj))
+        return rehearse(asked, "ddp " + " ".join(context.obj))
 
 
 @ddp.command("list")
@@ -327,6 +337,7 @@ def verify_layouts(
     EXPERIMENT is digits, if none is named.
     """
     _quiet()
+    _require_known(experiment)
     from ddp_core.cli.verify_layouts import compare_layouts
 
     with config_of(context).blamed():
@@ -401,6 +412,7 @@ def doctor(
 
     With EXPERIMENT, also an estimate of the memory that training it takes.
     """
+    _require_known(experiment)
     from ddp_core.cli.doctor import diagnose
 
     if probe or share:

@@ -44,7 +44,10 @@ def unforeseen(error: BaseException) -> tuple[ExitCode, str]:
             "bits: --reduction plain --deterministic never"
         )
     if users(error) or _is_refusal(error):
-        return ExitCode.BAD_INPUT, told(error)
+        from ddp_core.experiment.layers import layer_of
+
+        layer = layer_of(error)
+        return ExitCode.BAD_INPUT, told(error) + (f"; in {layer}" if layer else "")
     return ExitCode.INTERNAL, internal(error)
 
 
@@ -56,10 +59,14 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def users_trace(error: BaseException) -> str:
-    """The traceback without the frames of this program and of torch; empty where the exception has no others."""
+    """The traceback without the frames of this program and of torch; empty where it says no more than `unforeseen`.
+
+    That names the last frame and the layer: no way from one forward to the next leads to anything else.
+    """
     whole = traceback.TracebackException.from_exception(error)
     chain = [whole]
     for each in chain:
         each.stack[:] = [frame for frame in each.stack if not frame.filename.startswith(_NOT_USERS)]
         chain += [other for other in (each.__cause__, each.__context__) if other is not None]
-    return "".join(whole.format()) if whole.stack else ""
+    is_told = chain == [whole] and all(frame.name == "forward" for frame in whole.stack[:-1])
+    return "".join(whole.format()) if whole.stack and not is_told else ""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,7 @@ from ddp_core.run.resuming import ChosenRun
 from ddp_core.sharding import Sharding
 from ddp_core.trainers.own_metrics import OwnMetrics
 from ddp_core.trainers.passes import Passes
+from ddp_core.trainers.train_state import score_of
 from ddp_core.trainers.trial import try_metrics
 
 
@@ -146,10 +147,21 @@ def _build_the_same(
 
 
 def _own_metrics(request: Request, parts: BuiltExperiment, device: torch.device, is_known: bool) -> OwnMetrics | None:
-    """The experiment's metrics, as they are counted, once they were tried; not where it `is_known` that they work."""
+    """The experiment's metrics, as they are counted, once they were tried; not where it `is_known` that they work.
+
+    Raises UserError where none of the figures is the one that the experiment calls the best.
+    """
     own_metrics = None if parts.metrics is None else OwnMetrics.of(parts.metrics)
-    if own_metrics is not None and parts.splits.test is not None and not is_known:
-        passes = Passes(request.loaded.experiment, parts.loss, device)
-        forward = partial(passes.outputs_and_loss, parts.model)
-        try_metrics(parts.model, forward, own_metrics, parts.splits.test, parts.splits.collate)
+    experiment, figures, test = request.loaded.experiment, dict[str, Any](), parts.splits.test
+    if is_known:
+        return own_metrics
+    if test is not None:
+        figures = {"test_loss": 0.0} | ({} if parts.hits is None else {"test_accuracy": 0.0})
+        if own_metrics is not None:
+            forward = partial(Passes(experiment, parts.loss, device).outputs_and_loss, parts.model)
+            figures |= try_metrics(parts.model, forward, own_metrics, test, parts.splits.collate)
+        if experiment.ema_decay is not None:
+            figures |= {f"ema_{name}": value for name, value in figures.items()}
+    if experiment.best is not None:
+        score_of(figures, experiment.best)
     return own_metrics

@@ -26,8 +26,11 @@ from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
 
 
-def _score(evaluation: dict[str, Any], best: str | None) -> float:
-    """How good the figures are: more is better, and NaN is never the best."""
+def score_of(evaluation: dict[str, Any], best: str | None) -> float:
+    """How good the figures are: more is better, and NaN is never the best.
+
+    Raises UserError where no number has the name that `best`, the experiment's, asks for.
+    """
     if best is None:
         return float(evaluation.get("test_accuracy", -evaluation.get("test_loss", math.nan)))
     mode, name = best.split()
@@ -102,7 +105,7 @@ class TrainState:
         Raises UserError where the evaluation has no number of that name.
         """
         self.evaluation = evaluation
-        score = _score(evaluation, best)
+        score = score_of(evaluation, best)
         if math.isnan(score) or (self.best is not None and score <= self.best):
             return False
         self.best = score

@@ -395,6 +395,11 @@ class Trainer(ABC):
 
     def evaluate_epoch(self, batch: StepBatch) -> bool:
         """Evaluate and record the figures; returns whether they are the best so far."""
+        if not self.state.evaluation and self.job.only_steps is None:
+            from ddp_core.trainers.young_statistics import young_statistics
+
+            if (line := young_statistics(self.model)) is not None:
+                self.job.console.say(line)
         is_best = self.state.take_evaluation(self.evaluate(), self.experiment.best)
         self.seed_micro_batch.after_evaluation(batch.epoch)
         self.figures.evaluated(batch)

@@ -88,17 +88,17 @@ def try_metrics(
     metrics: OwnMetrics,
     dataset: Dataset,
     collate: Collate | None = None,
-) -> None:
+) -> dict[str, Any]:
     """Evaluate a batch of two samples and one of one, so that metrics which fail do so now, not after an epoch.
 
-    Raises what `evaluate` raises.
+    Returns the figures. Raises what `evaluate` raises.
     """
     few = first_items(dataset, 3)
     device = next(model.parameters()).device
     with unchanged(model, device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of so few samples, many figures are not defined
         alone, tried = Collectives(World(), device), replace(metrics, are_tried=True)
-        evaluate(model, forward, None, few, Evaluation(samples_per_batch=2), alone, collate, tried)
+        return evaluate(model, forward, None, few, Evaluation(samples_per_batch=2), alone, collate, tried)
 
 
 def first_items(dataset: Dataset, count: int) -> Dataset:

@@ -56,8 +56,10 @@ def test_gpu_service_without_gpus_says_what_is_missing_and_the_way_out(
     done = project.up("ddp-4gpu", DDP_IDENTITY=identity)
     assert done.returncode != 0
     # Compose sometimes adds a line of its own, "Gracefully stopping...".
-    (line,) = [line for line in done.stderr.splitlines() if "No NVIDIA GPU here." in line]
-    assert "docker compose -f compose.yaml -f compose.cpu.yaml up" in line
+    (line,) = [line for line in done.stderr.splitlines() if "exit 4" in line]
+    assert "nvidia-gpu" in line
+    assert "-f_compose.yaml_-f_compose.cpu.yaml" in line
+    assert "OCI runtime" not in done.stderr
     assert "could not select device driver" not in done.stderr
     assert project.records() == []
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from ddp_core.base.errors import ExitCode
+
 ROOT = Path(__file__).parents[2]
 LAYOUTS = {
     "single-gpu": ("single", "cuda", "1"),
@@ -38,6 +40,7 @@ def read(name: str) -> dict[str, Any]:
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 SERVICES: dict[str, dict[str, Any]] = read("compose.yaml")["services"]
 IDENTITIES: dict[str, dict[str, Any]] = read("compose.user.yaml")["services"]
+GUARD = next(iter(SERVICES["ddp-4gpu"]["depends_on"]))
 each_service = pytest.mark.parametrize("service", SERVICES.values(), ids=SERVICES.keys())
 
 
@@ -55,7 +58,7 @@ def test_layouts_share_everything_else() -> None:
 
 
 def test_only_what_trains_on_gpus_has_torch_for_cuda() -> None:
-    guard_and_layouts = {"nvidia-gpu", *(name for name, (_, device, _) in LAYOUTS.items() if device == "cuda")}
+    guard_and_layouts = {GUARD, *(name for name, (_, device, _) in LAYOUTS.items() if device == "cuda")}
     runtime = {name: service for name, service in SERVICES.items() if service["image"].startswith("samebits")}
     assert {name for name, service in runtime.items() if service["image"] == IMAGE["cuda"]} == guard_and_layouts
     torch = {name: service["build"]["args"]["TORCH"] for name, service in runtime.items()}
@@ -141,23 +144,22 @@ def test_override_changes_the_device_of_every_gpu_service_and_nothing_else() -> 
     assert len(re.findall(r"!reset null", text)) == 3 * len(gpu_services)
 
 
-def test_what_a_machine_without_a_gpu_says_is_the_name_of_the_same_command_in_the_image() -> None:
-    """The engine starts the command, and finds it, only where the kernel has one of two directories."""
-    guard = SERVICES["nvidia-gpu"]
-    (sentence,) = guard["command"]
-    assert "docker compose -f compose.yaml -f compose.cpu.yaml up" in sentence
-    assert "/" not in sentence, "a name with a slash is not looked up in PATH"
-    assert len(sentence) <= 255, "no file has a longer name"
-    assert (guard["entrypoint"], guard["init"]) == ([], False)
-
-    assert f'name="{sentence}"' in DOCKERFILE
-    links = dict(re.findall(r'ln -s (\S+) "(/opt/nvidia-gpu/\w+)/\$name"', DOCKERFILE))
-    assert guard["environment"]["PATH"].split(":") == list(links.values())
-    assert {os.path.normpath(target) for target in links} == {"/bin/true"}
-    assert [target.partition("/..")[0] for target in links] == [
-        "/proc/driver/nvidia/gpus",
-        "/sys/devices/virtual/misc/dxg",
-    ]
+def test_a_machine_without_a_gpu_is_told_the_way_out_by_the_name_of_a_service_that_ends_with_4() -> None:
+    """Compose shows that name and the exit code, and of what the service prints nothing."""
+    files = "-f compose.yaml -f compose.cpu.yaml"
+    assert files.replace(" ", "_") in GUARD
+    shell, option, script = SERVICES[GUARD]["command"]
+    assert SERVICES[GUARD]["entrypoint"] == []
+    directories = re.findall(r"test -d (\S+)", script)
+    assert directories == ["/proc/driver/nvidia/gpus", "/sys/devices/virtual/misc/dxg"]
+    for there in directories:
+        here = script.replace(there, "/")
+        assert subprocess.run([shell, option, here], check=False, capture_output=True).returncode == 0
+    nowhere = re.sub(r"test -d \S+", "test -d /nowhere", script)
+    ended = subprocess.run([shell, option, nowhere], check=False, capture_output=True, text=True)
+    assert ended.returncode == ExitCode.RESOURCES
+    assert ended.stderr.count("\n") == 1
+    assert f"docker compose {files} up" in ended.stderr
 
 
 def test_nodes_get_gpus_as_the_gpu_services_do() -> None:

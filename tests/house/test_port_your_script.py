@@ -14,6 +14,11 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
 from tests.support.pages import Started
 from tests.support.processes import HANG, run_processes
@@ -29,7 +34,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_page_shows_the_script_and_what_changes() -> None:
-    assert blocks("python") == ["".join(BEFORE)]
+    assert blocks("python") == ["".join(BEFORE), (SCRIPTS / "evaluate.py").read_text()]
     assert blocks("diff") == ["".join(difflib.unified_diff(BEFORE, AFTER, "before.py", "after.py", n=1))]
 
 
@@ -45,6 +50,33 @@ def _run(rank: int, world_size: int, folder: Path, words: list[str]) -> str:
         warnings.simplefilter("error")  # none of it is deprecated, and the number of threads was chosen
         runpy.run_path(str(SCRIPTS / "after.py"), run_name="__main__")
     return printed.getvalue()
+
+
+def _validate(rank: int, world_size: int) -> tuple[int, float]:
+    evaluate = runpy.run_path(str(SCRIPTS / "evaluate.py"))["evaluate"]
+    dist.init_process_group("gloo")
+    try:
+        return evaluate(*model_and_samples())
+    finally:
+        dist.destroy_process_group()
+
+
+def model_and_samples() -> tuple[nn.Module, TensorDataset]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+    return model, TensorDataset(torch.rand(1003, 64), torch.arange(1003) % 10)  # batches of 99, and one of 13
+
+
+def test_validation_on_all_ranks_counts_each_sample_once_and_has_the_same_bits() -> None:
+    (alone,) = run_processes(_validate, 1)
+    for ranks in (2, 3):
+        assert run_processes(_validate, ranks) == [alone] * ranks
+    model, samples = model_and_samples()
+    images, targets = samples.tensors
+    with torch.no_grad():
+        outputs = model.eval()(images)
+    assert alone[0] == (outputs.argmax(1) == targets).sum()
+    assert alone[1] == pytest.approx(cross_entropy(outputs, targets).item())
 
 
 @pytest.mark.slow

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from subprocess import run
 
 import pytest
 
@@ -16,6 +18,9 @@ from ddp_core.config.options import groups
 from ddp_core.config.records import command_line, option_name
 from tests.core.cli.asking import understood
 from tests.support.commands import command
+from tests.support.processes import HANG
+
+ROOT = Path(__file__).parents[3]
 
 COMMANDS = (
     "train",
@@ -55,6 +60,24 @@ def test_the_list_shows_every_experiment_with_its_question(capsys: pytest.Captur
     found = {line.split()[0]: line.partition(" ")[2].strip() for line in lines}
     assert set(EXPERIMENTS) <= found.keys()
     assert all(found[name].endswith("?") for name in EXPERIMENTS), found
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["train", "digitz"], ["train", "digitz", "--seeds", "0-2"], ["rehearse", "digitz"]),
+        *(["verify-layouts", "digitz"], ["doctor", "digitz"], ["train", "digitz.py"]),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_name_of_an_experiment_waits_for_no_torch(words: list[str]) -> None:
+    code = "import sys; from ddp_core.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    ended = run(
+        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=True
+    )
+    assert ended.stdout == "2 False\n"
+    assert "digitz" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1, "one line"
 
 
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:

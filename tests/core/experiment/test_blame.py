@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from ddp_core.data.loader import Loader
 from ddp_core.experiment import blame
 from ddp_core.experiment.building import callbacks_of
 from ddp_core.experiment.file import LoadedExperiment, load_experiment
+from ddp_core.experiment.layers import layer_of
 from ddp_core.model.losses import cross_entropy
 from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.step import StepBatch, StepObserver, StepObservers
@@ -107,7 +108,7 @@ def our_own_mistake() -> None:
     Batches.samples_of(batches, 0)
 
 
-def raised_by(cause: Callable[[], None]) -> Exception:
+def raised_by(cause: Callable[[], object]) -> Exception:
     with pytest.raises(Exception) as raised:  # noqa: PT011
         cause()
     return raised.value
@@ -124,7 +125,9 @@ def raised_by(cause: Callable[[], None]) -> Exception:
 def test_what_the_experiment_raised_is_bad_input(cause: Callable[[], None]) -> None:
     error = raised_by(cause)
     notes = [f"; {note}" for note in getattr(error, "__notes__", [])]
-    assert blame.unforeseen(error) == (ExitCode.BAD_INPUT, f"{type(error).__name__}: {error}{''.join(notes)}")
+    exit_code, line = blame.unforeseen(error)
+    assert exit_code == ExitCode.BAD_INPUT
+    assert line.partition("; in ")[0] == f"{type(error).__name__}: {error}{''.join(notes)}"
     assert bool(notes) == (cause is target_that_is_no_class)
     assert blame.shortage(error, "rank 0") is None
 
@@ -139,6 +142,85 @@ def test_a_line_of_the_experiments_own_file_is_named(tmp_path: Path) -> None:
     metrics = load_experiment(str(path)).namespace["metrics"]
     error = raised_by(lambda: NamedSums({"": metrics}, 1).add(0, 3, 4))
     assert blame.unforeseen(error) == (ExitCode.BAD_INPUT, f"{path}:5: KeyError: 3")
+
+
+NESTED = """
+import torch
+from torch import nn
+from ddp_core.config.experiment import Experiment
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Sequential(nn.ReLU(), nn.Linear(width, 8))
+
+    def forward(self, inputs):
+        return torch.cat([self.inner(inputs), WRONG])
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 8), nn.ModuleList([Block(8), Block(width)])
+
+    def forward(self, inputs):
+        for block in [self.body, *self.head]:
+            inputs = block(inputs)
+        return inputs
+
+experiment = Experiment(name="mine", global_batch_size=4)
+"""
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel], ids=["alone", "wrapped"])
+@pytest.mark.parametrize(
+    ("width", "wrong", "said"),
+    [
+        (
+            9,
+            "inputs",
+            "in model.head.1.inner.1, Linear(in_features=9, out_features=8, bias=True), which was given [8, 8]",
+        ),
+        (8, "inputs[0]", "in model.head.0, Block, which was given [4, 8]"),
+    ],
+    ids=["layer-of-torch", "module-of-the-user"],
+)
+def test_the_layer_in_which_a_forward_fails_is_named_in_the_one_line(
+    tmp_path: Path, width: int, wrong: str, said: str, wrap: Callable[[nn.Module], nn.Module]
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(NESTED.replace("WRONG", wrong))
+    model = wrap(load_experiment(str(path)).namespace["Net"](width))
+    error = raised_by(lambda: passes().loss(model, torch.zeros(4, 5), torch.zeros(4, dtype=torch.int64)))
+    exit_code, line = blame.unforeseen(error)
+    assert exit_code == ExitCode.BAD_INPUT
+    assert line == f"{path}:12: RuntimeError: {error}; {said}"
+    error.__traceback__ = traceback_within(error, path)
+    assert blame.users_trace(error) == "", "it would name no line but that of the one line and forwards on the way"
+
+
+def test_a_layer_is_named_without_a_path_where_backward_calls_a_part_of_the_model() -> None:
+    with user_code("your model's backward"), pytest.raises(RuntimeError) as raised:
+        nn.Sequential(nn.Linear(3, 2))(torch.zeros(4, 5))
+    assert str(layer_of(raised.value)) == "Linear(in_features=3, out_features=2, bias=True), which was given [4, 5]"
+
+
+def test_the_way_through_the_users_functions_is_shown() -> None:
+    def first() -> None:
+        second()
+
+    def second() -> None:
+        raise ValueError("no")
+
+    trace = blame.users_trace(raised_by(first))
+    assert [line.strip() for line in trace.splitlines() if line.strip() in ("second()", 'raise ValueError("no")')]
+
+
+def traceback_within(error: Exception, path: Path) -> TracebackType | None:
+    """The traceback from the first frame in the file on, since this test's frames would count as the user's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != str(path):
+        trace = trace.tb_next
+    return trace
 
 
 def test_what_we_raised_is_a_fault_of_ours() -> None:

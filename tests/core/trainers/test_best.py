@@ -51,3 +51,31 @@ def test_a_run_keeps_the_checkpoint_of_that_evaluation(words: tuple[str, ...], s
     found = re.search(r"step\D*0*(\d+)", pointer.read_text())
     assert found is not None
     assert int(found[1]) == step, pointer.read_text()
+
+
+OWN_FIGURE = """
+from ddp_core import Component, Experiment
+
+def metrics(outputs, targets):
+    return {"f1": (outputs.argmax(1) == targets).float().sum()}
+
+experiment = Experiment(name="own", model=Component(name="small_cnn"), data=Component(name="digits"),
+                        global_batch_size=64, micro_batch=32, epochs=1, ema_decay=0.9, best=BEST)
+"""
+
+
+@pytest.mark.parametrize(
+    ("metrics", "best", "said"),
+    [
+        ("metrics", "max f2", "no number f2; did you mean test_f1"),
+        ("_other", "max f1", "no number f1; did you mean test_loss"),
+        ("metrics", "max ema_test_f1", None),
+    ],
+)
+def test_a_wrong_name_is_said_before_training(metrics: str, best: str, said: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN_FIGURE.replace("metrics(", f"{metrics}(").replace("BEST", repr(best)))
+    ended = command("train", str(file), "--set", "max_steps=1", "--output", str(tmp_path / "out"), timeout=HANG)
+    assert ended.code == (0 if said is None else 2), ended.errors
+    assert (said or "") in ended.errors
+    assert bool(list(tmp_path.rglob("run.json"))) == (said is None), "a refused run leaves no directory"

@@ -1,0 +1,48 @@
+"""The first evaluation says that batch norm's running statistics have hardly moved yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from ddp_core.trainers.young_statistics import young_statistics
+from tests.support.commands import command
+from tests.support.processes import HANG
+
+SAID = "batch norm's running statistics have moved "
+
+
+def after(times: int, momentum: float | None, frozen: bool = False) -> str | None:
+    young, old = nn.BatchNorm1d(2, momentum=momentum), nn.BatchNorm2d(2)
+    for layer, count in ((young, times), (old, 1000)):
+        assert layer.num_batches_tracked is not None
+        layer.num_batches_tracked.fill_(count)
+    return young_statistics(nn.Sequential(nn.Linear(2, 2), young.train(not frozen), old))
+
+
+def test_half_of_the_first_values_is_the_limit() -> None:
+    line = f"{SAID}20 times at momentum 0.01, so this evaluation still sees 82% of the initial ones"
+    assert after(20, 0.01) == line
+    assert after(68, 0.01) is not None
+    assert after(69, 0.01) is None
+    assert after(7, 0.1) is None
+
+
+@pytest.mark.parametrize(
+    ("times", "momentum", "frozen"), [(1, None, False), (1, 0.0, False), (0, 0.1, False), (1, 0.1, True)]
+)
+def test_layers_that_do_not_move_so_are_left_out(times: int, momentum: float | None, frozen: bool) -> None:
+    """A cumulative average holds nothing of its beginning; the others are meant to stay as they are."""
+    assert after(times, momentum, frozen) is None
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(3, None), (1, "4")])
+def test_a_run_says_it_once_at_its_first_evaluation(epochs: int, steps: str | None, tmp_path: Path) -> None:
+    limit = [] if steps is None else ["--set", f"max_steps={steps}"]
+    ended = command(*("train", "digits", "--set", f"epochs={epochs}", *limit, "--output", str(tmp_path)), timeout=HANG)
+    assert ended.code == 0, ended.errors
+    assert ended.output.count(SAID) == (0 if steps is None else 1)
+    if steps is not None:
+        assert f"{SAID}{steps} times at momentum 0.1" in ended.output
