@@ -29,7 +29,7 @@ class _Handler(SimpleHTTPRequestHandler):
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
         except ValueError:
             host = ""
-        if host in (self.server.server_name, "localhost") or _is_address(host):
+        if host in (getattr(self.server, "server_name", ""), "localhost") or _is_address(host):
             return True
         self.send_error(421, "this report is served under another name")
         return False
