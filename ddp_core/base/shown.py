@@ -11,6 +11,8 @@ from typing import Any
 
 _ACTS = re.compile("[\\0-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069]")
 """Control characters, line breaks, and what turns the direction of text."""
+_BEGINS = ("#", ">", "```", "~~~")
+"""What makes a line of Markdown a heading or a quotation, or all that follows code."""
 _ACTS_IN_LINES = re.compile(f"(?![\\n\\t]){_ACTS.pattern}")
 
 
@@ -29,9 +31,10 @@ def shown_in(document: Any) -> Any:
 
 
 def in_markdown(text: str) -> str:
-    """The text as one line of Markdown, without HTML, links, pictures and ends of a table's cell."""
-    line = shown(" ".join(text.split()))
-    return line.replace("<", "&lt;").replace("|", "\\|").replace("[", "\\[")
+    """The text as one line of Markdown, without HTML, links, pictures, headings, code and ends of a table's cell."""
+    line = shown(" ".join(text.split())).replace("<", "&lt;")
+    line = re.sub(r"[\\|\[]", r"\\\g<0>", line)
+    return f"\\{line}" if line.startswith(_BEGINS) else line
 
 
 def as_code(text: str) -> str:

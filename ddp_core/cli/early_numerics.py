@@ -16,6 +16,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
+from ddp_core.base.beneath import read_file
 from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.base.errors import UserError
 from ddp_core.config.options import Asked
@@ -98,7 +99,7 @@ def _recorded(record: Path) -> object:
 def _is_written_portable(name_or_path: str) -> bool:
     """Whether the experiment's file calls `Experiment(…, numerics="portable")`, or names a version of it."""
     try:
-        tree = ast.parse(find_experiment(name_or_path).read_bytes())
+        tree = ast.parse(read_file(find_experiment(name_or_path)))
     except (OSError, SyntaxError, ValueError, UserError):
         return False  # the run itself says what is wrong with the file
     return any(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ddp_core.base.beneath import read_file
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import is_file
@@ -103,7 +104,7 @@ def _check_code(directory: RunDirectory, record: Mapping[str, Any]) -> list[str]
         raise Different(f"different code: {error}") from None
     notes = []
     beside = Path(record["experiment_file"]).parent
-    today = {place: (beside / place).read_bytes() for place in kept.texts if is_file(beside / place)}
+    today = {place: read_file(beside / place) for place in kept.texts if is_file(beside / place)}
     edited = changed_files({place: kept.texts[place] for place in today}, today)
     if edited:
         notes.append(

@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_file
 from ddp_core.cli import training
@@ -101,7 +102,7 @@ def _has_other_code(record: Mapping[str, Any], file: Path) -> bool:
     today = {place: file.parent / place for place in kept if is_file(file.parent / place)}
     if source["experiment"] in kept:
         today[source["experiment"]] = file
-    return any(hashlib.sha256(file.read_bytes()).hexdigest() != kept[place] for place, file in today.items())
+    return any(hashlib.sha256(read_file(file)).hexdigest() != kept[place] for place, file in today.items())
 
 
 def require_one_machine(option: str, asked: Asked) -> None:

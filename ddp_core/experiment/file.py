@@ -19,6 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import UserError, nearest_name
 from ddp_core.base.extras import needs
 from ddp_core.base.keyed_draws import watch_draws
@@ -126,7 +127,7 @@ def list_experiments(search: Sequence[Path] = SEARCH) -> list[Listed]:
 def _question_of(path: Path) -> str | None:
     """The docstring's first line, a note for a broken file, or None for a file that is no experiment."""
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = ast.parse(read_file(path))
     except (OSError, SyntaxError, ValueError) as error:
         line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
         return f"(cannot be read: {type(error).__name__}{line})"

@@ -20,6 +20,7 @@ from ddp_core.base.beneath import MOST_BYTES
 from ddp_core.base.documents import parse_document
 from ddp_core.base.errors import UserError
 from ddp_core.base.refusals import is_lack, refused
+from ddp_core.base.shown import shown
 from ddp_core.record.directory import shown_record
 from ddp_core.record.run_json import MOST_RECORD_BYTES, RecordedRun
 
@@ -75,9 +76,11 @@ def _safe_members(file: Path, archive: ZipFile) -> list[ZipInfo]:
     for member in members:
         path = PurePosixPath(member.filename)
         if path.is_absolute() or ".." in path.parts or "\\" in member.filename or str(path) != member.filename:
-            raise UserError(f"{file} is refused: {member.filename!r} leads out of the folder that it is unpacked into")
+            raise UserError(
+                f"{file} is refused: {shown(member.filename)} leads out of the folder that it is unpacked into"
+            )
         if member.compress_type != ZIP_STORED or member.file_size != member.compress_size:
-            raise UserError(f"{file} is refused: {member.filename!r} is compressed, as in no bundle")
+            raise UserError(f"{file} is refused: {shown(member.filename)} is compressed, as in no bundle")
     if len({member.filename for member in members}) < len(members):
         raise UserError(f"{file} is refused: it holds two files of one name")
     if sum(member.file_size for member in members) > file.stat().st_size:

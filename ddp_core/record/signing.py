@@ -16,6 +16,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
+from ddp_core.base.beneath import read_file
 from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import sha256_of
@@ -93,7 +94,7 @@ def require_signed(directory: Path, record: Mapping[str, Any], signers: Path) ->
             raise BadSignature(f"no key in {signers} has signed it ({_said(found)})")
         who = found.stdout.decode(errors="replace").splitlines()[0]
         words = ("-f", str(allowed), "-I", who, "-n", NAMESPACE, "-s", str(files[1]))
-        checked = _ssh_keygen("verify", *words, content=files[0].read_bytes())
+        checked = _ssh_keygen("verify", *words, content=read_file(files[0]))
         if checked.returncode:
             raise BadSignature(f"its signature does not fit ({_said(checked)})")
     try:

@@ -80,4 +80,5 @@ def test_a_pipe_is_neither_read_nor_written(tmp_path: Path) -> None:
 def test_text_of_files_does_not_act() -> None:
     assert shown("a\x1b[2J\nb\u202e\x9b") == r"a\x1b[2J\nb\u202e\x9b"
     assert shown("a\n\tb\x1b", lines=True) == "a\n\tb\\x1b"
-    assert in_markdown("<script>|[x](y)\nz") == r"&lt;script>\|\[x](y) z"
+    assert in_markdown("<script>|[x](y)\nz\\|") == r"&lt;script>\|\[x](y) z\\\|"
+    assert [in_markdown(text) for text in ("# a", "```", "-0.3", "#")] == [r"\# a", r"\```", "-0.3", r"\#"]

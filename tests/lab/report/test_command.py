@@ -56,9 +56,10 @@ def site(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         thread.join(HANG)
 
 
-def _fetch(url: str, method: str = "GET") -> tuple[int, str]:
+def _fetch(url: str, method: str = "GET", host: str | None = None) -> tuple[int, str]:
+    headers = {} if host is None else {"Host": host}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=HANG) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, None, headers, method=method), timeout=HANG) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         error.close()
@@ -71,6 +72,14 @@ def test_the_server_shows_the_folder_and_nothing_else(site: tuple[str, Path]) ->
     for path in ("plots/", "link.txt", ".hidden", "../secret.txt", "%2e%2e/secret.txt", "none.html"):
         assert _fetch(f"{url}/{path}")[0] == 404, path
     assert _fetch(f"{url}/index.html", "POST")[0] == 501
+
+
+def test_a_page_elsewhere_cannot_lead_its_own_name_here(site: tuple[str, Path]) -> None:
+    url, _ = site
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "[::1", ""):
+        assert _fetch(f"{url}/", host=host)[0] == 421, host
+    for host in ("localhost", "localhost:8000", "127.0.0.1", "[::1]:8000"):
+        assert _fetch(f"{url}/", host=host) == (200, "the page"), host
 
 
 def test_a_port_in_use_is_said(site: tuple[str, Path]) -> None:

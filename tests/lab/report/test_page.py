@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from ddp_lab.report.reading.runs import read_runs
 from ddp_lab.report.sections.experiments import family_section
 from tests.lab.report.files import ddp, single, write_claim, write_everything, write_run
 from tests.support.processes import HANG
-from tests.support.records import an_attempt
+from tests.support.records import a_record, an_attempt
 
 _LOADING = {
     "src",
@@ -39,6 +40,8 @@ _LOADING = {
     "ping",
 }
 _INSIDE = ("#", "data:")
+_BORDER = re.compile(r"(?<!\\)\|")
+"""Of a cell in Markdown."""
 
 
 class _Elements(HTMLParser):
@@ -369,3 +372,27 @@ def test_a_broken_promise_is_seen_and_its_run_is_no_reference(tmp_path: Path) ->
     assert "promise broken in step 3: micro-batch 7 has other bits. It went on all the same" in page
     assert "<small>promise broken in step 3</small>" in page
     assert "<dt>guard</dt><dd>normal; 0.10 s" in page
+
+
+def test_texts_of_strangers_are_no_markup_in_markdown(tmp_path: Path) -> None:
+    """The texts of run.json; in code, markup is text."""
+    name, label = "<script>alert(1)</script>", "a | b\n| forged | [row](http://x) |"
+    record = a_record()
+    forged = {
+        "experiment": record["experiment"] | {"name": name},
+        "layout": record["layout"] | {"label": label},
+        "environment": record["environment"] | {"host": label, "cores": 1, "cpu": label},
+        "question": "# a heading",
+        "command": label,
+    }
+    write_run(tmp_path, single(), **forged)
+    write_run(tmp_path, single(), **forged, status="failed", message=label)
+    report = render(build_report(tmp_path), "report.md.j2")
+    assert "&lt;script>alert(1)" in report
+    assert r"| a \| b\\n\| forged \| \[row](http://x) \| |" in report
+    for raw in ("<script", "\n# a heading"):
+        assert raw not in re.sub("`[^`\n]*`", "", report), raw
+    columns = 0
+    for above, row in pairwise(report.splitlines()):
+        columns = len(_BORDER.findall(above)) if row.startswith("|--") else columns
+        assert not row.startswith("|") or not above or len(_BORDER.findall(row)) == columns, row
