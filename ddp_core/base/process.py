@@ -75,6 +75,17 @@ def leave_first_process() -> None:
                 os._exit(code if code >= 0 else 128 - code)
 
 
+def fix_hashes() -> None:
+    """Start this process anew, with the same words, unless hashes of strings are fixed already.
+
+    The order of a set of strings follows from them, and with it whatever code makes of such a set, so all processes of
+    a run must have them alike.
+    """
+    was_started_so = sys.orig_argv[1 - len(sys.argv) :] == sys.argv[1:]  # not as a fork of another process
+    if was_started_so and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
+
+
 def make_patient() -> None:
     """Let prints succeed when nobody reads them any more, also those of a user's own code; harmless when repeated.
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ddp_core.base.platforms import refused_platform
+from ddp_core.base.process import fix_hashes
 
 __all__ = ["main"]
 
@@ -16,6 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (reason := refused_platform()) is not None:
         print(f"ddp: error: {reason}", file=sys.stderr)
         return 2
+    if arguments is None and sys.argv[1:2] == ["train"] and "--help" not in sys.argv:
+        fix_hashes()
     # Not importable on the platforms that are refused.
     from ddp_core.cli.entry import main as run_command
 

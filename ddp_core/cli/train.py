@@ -53,6 +53,7 @@ def carry_out(
     # These load torch, which takes seconds.
     from ddp_core.base.determinism import use_chosen_threads
     from ddp_core.cli.prepare import check_request, prepare
+    from ddp_core.run.repeater import vouched_for
     from ddp_core.run.run import run_worker, worker_main
 
     use_chosen_threads()
@@ -74,15 +75,18 @@ def carry_out(
                     f"a launcher started {world.world_size} processes, but layout {request.layout.kind} is one "
                     "process; use --layout ddp"
                 )
-            return run_worker(request, world)
+            # Other ranks wait for this one, so there is no time for a rehearsal.
+            with vouched_for(request, rehearses=False) if world.is_first else nullcontext():
+                return run_worker(request, world)
         with no_silent_end(partial(_tell, world)):
             check_request(request)
-        if request.layout.kind != "ddp":
-            return run_worker(request, world)
-        from ddp_core.launch.launch import launch
-        from ddp_core.launch.meeting import Meeting
+        with vouched_for(request, rehearses=True) as request:
+            if request.layout.kind != "ddp":
+                return run_worker(request, world)
+            from ddp_core.launch.launch import launch
+            from ddp_core.launch.meeting import Meeting
 
-        return launch(request, Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id, is_host), worker_main)
+            return launch(request, Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id, is_host), worker_main)
 
 
 def _tell(world: World, line: str) -> None:

@@ -216,6 +216,17 @@ class Experiment(Frozen):
         whole = self.epochs * steps_per_epoch
         return whole if self.max_steps is None else min(whole, self.max_steps)
 
+    def in_miniature(self) -> Experiment:
+        """The experiment for a rehearsal: two epochs at most, each with an evaluation."""
+        evaluation = self.evaluation.model_copy(update={"every_epochs": 1})
+        return self.model_copy(update={"epochs": min(2, self.epochs), "evaluation": evaluation})
+
+    def samples_in_miniature(self, samples: int) -> int:
+        """How many of `samples` an epoch then has: five global batches, the last one short where the run has such."""
+        size = self.global_batch_size
+        rest = samples % size if self.last_batch == "keep" else 0
+        return min(samples, 4 * size + (rest or size))
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; `Experiment.from_json` gives an equal record back."""
         return self.model_dump(mode="json")

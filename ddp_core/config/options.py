@@ -100,6 +100,12 @@ class ExperimentOptions(Frozen):
     only_steps: Annotated[Steps | None, CommandLine(hidden=True)] = Field(
         default=None, description="Only try the run: end after so many steps, as if they were all (`ddp rehearse`)."
     )
+    miniature: Annotated[bool, CommandLine(hidden=True)] = Field(
+        default=False, description="Train two epochs of a few steps in the place of the whole run."
+    )
+    noted_in: Annotated[str | None, CommandLine(metavar="FILE", hidden=True)] = Field(
+        default=None, description="Note after each step, in this file, checksums of all that a checkpoint holds."
+    )
 
 
 class KernelOptions(Frozen):
@@ -265,6 +271,12 @@ class GuardOptions(Frozen):
         description="A run with the exact reduction checks its own promise. normal: now and then, for at most 1 % of "
         "its time, it computes a micro-batch again elsewhere, and once it tries a resume. strict: in every step, and "
         "what it would only warn of ends the run.",
+    )
+    rehearsal: Annotated[Literal["off", "on"], CommandLine(variable="DDP_REHEARSAL")] = Field(
+        default="off",
+        description="on: repeat steps elsewhere and compare all bits. Before the run, two epochs cut to five steps are "
+        "trained in one process, and on the layout asked for, where they are killed and resumed, unless that was done "
+        "before; and before the run is completed, the steps after one of its checkpoints are trained again.",
     )
     on_difference: Literal["stop", "warn"] = Field(
         default="stop",

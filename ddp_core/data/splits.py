@@ -68,6 +68,14 @@ class Splits:
     files: Sequence[Path] = ()
     collate: Collate | None = None
     made_by: str = ""
+    most: int | None = None
+    """At most so many samples are trained in an epoch; None for all, as in every run but one in miniature."""
+
+    @property
+    def trained(self) -> int:
+        """How many samples an epoch has. Raises whatever the data set's `__len__` does."""
+        samples = len(self.train)
+        return samples if self.most is None else min(samples, self.most)
 
 
 def as_splits(built: Any, whose: str) -> Splits:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -128,6 +129,11 @@ def caller_variables(run_file: Path) -> dict[str, str]:
     `run_file`: where it shall write the path of its run directory.
     """
     return {_CALLER: str(os.getpid()), _RUN_FILE: str(run_file)}
+
+
+def without_caller(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables without those that make a process known to the caller of this one."""
+    return {name: value for name, value in environ.items() if name not in (_CALLER, _RUN_FILE)}
 
 
 def stop_with_caller() -> None:

@@ -31,7 +31,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.launchers import Node, nodes_place, ranks_place
 from ddp_core.distributed.membership import local_rank_of
 
-__all__ = ["World", "free_port", "node_here"]
+__all__ = ["World", "free_port", "node_here", "without_launch"]
 
 _TORCHRUNS = {"RANK", "WORLD_SIZE"}
 """Where both are set, the launcher is torchrun, or another one that sets the same variables."""
@@ -197,6 +197,12 @@ def node_here(environ: Mapping[str, str] = os.environ) -> Node | None:
     Raises UserError where the launcher's variables are missing or contradict each other.
     """
     return None if environ.keys() >= _TORCHRUNS else nodes_place(environ)
+
+
+def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables without those that make a process a part of a launch, and known to its launcher."""
+    begins = ("TORCHELASTIC_", "DDP_MEMBER", "DDP_REPORT_DIR")
+    return {name: value for name, value in environ.items() if not name.startswith(begins)}
 
 
 def missing_nodes(asked: int, came: int) -> UserError:

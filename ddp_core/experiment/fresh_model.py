@@ -197,7 +197,7 @@ def _later() -> Iterator[None]:
 def _inputs(experiment: Experiment, splits: Splits, first: int, count: int) -> Tree:
     """The inputs of `count` samples from number `first` on, as training has them."""
     loader = Loader(splits.train, splits.augmentation, experiment.seed, collate=splits.collate)
-    samples = len(splits.train)
+    samples = splits.trained
     with generators_kept():
         return loader.fetch(0, np.arange(first, first + min(count, samples), dtype=np.int64) % samples)[0]
 

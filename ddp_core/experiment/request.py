@@ -68,6 +68,8 @@ class Request:
     """What the user asked for on the command line; None for a request that has another origin."""
     evaluated: Evaluated | None = None
     """None for a request that trains."""
+    rehearsed: tuple[str, bool] | None = None
+    """What a rehearsal has found, in words, and whether that was other bits; None where there was none."""
 
     @property
     def source_sha256(self) -> str:
@@ -78,6 +80,21 @@ class Request:
     def only_steps(self) -> int | None:
         """The steps after which a run ends that is only tried; None for any other run."""
         return None if self.asked is None else self.asked.only_steps
+
+    @property
+    def is_miniature(self) -> bool:
+        """Whether epochs are cut to a few steps."""
+        return self.asked is not None and self.asked.miniature
+
+    @property
+    def noted_in(self) -> Path | None:
+        """The file in which rank 0 notes what each step makes of the state; None for no notes."""
+        return None if self.asked is None or self.asked.noted_in is None else Path(self.asked.noted_in)
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether this is no run for its own sake: a trial, a rehearsal or a witness."""
+        return self.only_steps is not None or self.is_miniature
 
     def to_json(self) -> str:
         """The whole request as a JSON text, which a worker begins with; functions go along as the file's text."""
@@ -96,6 +113,7 @@ class Request:
                 "command": self.command,
                 "asked": None if self.asked is None else self.asked.model_dump(mode="json", exclude_unset=True),
                 "evaluated": self.evaluated,
+                "rehearsed": self.rehearsed,
             }
         )
 
@@ -124,6 +142,7 @@ class Request:
             command=told["command"],
             asked=None if told["asked"] is None else Asked(**told["asked"]),
             evaluated=None if told["evaluated"] is None else Evaluated(*told["evaluated"]),
+            rehearsed=None if told["rehearsed"] is None else tuple(told["rehearsed"]),
         )
 
     def for_nodes(self, nnodes: int) -> Request:
@@ -184,7 +203,7 @@ def build_parts(
         hits=hits if callable(hits) else HITS.get(loss),
         splits=splits,
         optimizer=optimizer,
-        schedule=schedule_of(loaded, optimizer, len(splits.train)),
+        schedule=schedule_of(loaded, optimizer, splits.trained),
         metrics=metrics if callable(metrics) or isinstance(metrics, Mapping) else None,
         callbacks=callbacks,
         observers=observers,

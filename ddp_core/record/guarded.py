@@ -44,6 +44,5 @@ def guard_figures(record: Mapping[str, Any]) -> str | None:
         parts.append(f"micro-batches computed again: {checks}" + (f", every {every} steps at last" if every else ""))
     spent, whole = sum(guard.get("seconds", {}).values()), (record.get("result") or {}).get("seconds")
     parts.append(f"{spent:.2f} s" + (f", {100 * spent / whole:.1f} % of the run" if whole else ""))
-    if (resume := guard.get("resume")) is not None:
-        parts.append(f"resume: {resume}")
+    parts += [f"{kind}: {guard[kind]}" for kind in ("resume", "rehearsal", "witness") if guard.get(kind) is not None]
     return "; ".join(parts)

@@ -20,7 +20,7 @@ from ddp_core.data.splits import Splits
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
 from ddp_core.distributed.world import World
 from ddp_core.experiment.fresh_model import require_same_model
-from ddp_core.experiment.request import BuiltExperiment, Request, build_parts, check_promise
+from ddp_core.experiment.request import BuiltExperiment, Request, build_parts, build_splits, check_promise
 from ddp_core.experiment.source import Source, collect, require_same_source
 from ddp_core.numerics.kernels import portable_kernels
 from ddp_core.numerics.limits import rules_of
@@ -131,7 +131,11 @@ def _build_the_same(
     check_promise(request)
     collectives.require_same(**facts_of(request))
     is_known = kept.source is not None
-    parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device, kept.splits, is_known)
+    splits = kept.splits
+    if request.is_miniature:
+        built = build_splits(request.loaded, Path(request.options.data_dir))
+        splits = replace(built, most=request.loaded.experiment.samples_in_miniature(len(built.train)))
+    parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device, splits, is_known)
     require_same_model(collectives, parts.model)
     own_metrics = _own_metrics(request, parts, collectives.device, is_known)
     # All modules of the user are imported by now.
@@ -140,7 +144,7 @@ def _build_the_same(
     for module in source.unreadable:
         console.warn(f"the source of module {module} is gone; without it `ddp verify` cannot repeat this run")
     # Files may take minutes to read, which a run that is only tried does not have.
-    splits = parts.splits if request.only_steps is None else replace(parts.splits, files=())
+    splits = replace(parts.splits, files=()) if request.is_tried else parts.splits
     digest = agreed_digest(splits, collectives, console.say, request.options, kept.digest)
     kept.splits, kept.digest, kept.source = parts.splits, digest, source
     return parts, own_metrics, source, digest

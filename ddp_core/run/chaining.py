@@ -34,7 +34,7 @@ def plan_chain(collectives: Collectives, record: RunRecord) -> ChainPlan | None:
 def _numbers(record: RunRecord) -> tuple[int, int, bool] | None:
     """How many checkpoints are kept, every how many steps, and whether the chain is a new one."""
     request, directory = record.request, record.directory.path
-    if request.only_steps is not None:
+    if request.is_tried:
         return None
     if has_chain(directory):
         begin = read_begin(directory / CHAIN)

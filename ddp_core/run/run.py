@@ -47,6 +47,7 @@ from ddp_core.run.evaluating import evaluate_run
 from ddp_core.run.live import LiveRecovery, require_told_once
 from ddp_core.run.memory import predict
 from ddp_core.run.rehearsing import FreshProcess
+from ddp_core.run.repeater import OverSocket
 from ddp_core.run.resuming import (
     by_rank_0,
     choose_checkpoint,
@@ -150,7 +151,7 @@ def _train(
         collectives, console, parts, own_metrics, source, data = stack.enter_context(
             begun(request, world, kept, None if live is None else live.is_left_behind)
         )
-        samples = len(parts.splits.train)
+        samples = parts.splits.trained
         if live is not None:
             require_told_once(parts.callbacks, parts.observers)
         # Until here a request to stop ends the process: there is nothing to save, and no trace of the run.
@@ -200,6 +201,9 @@ def _train(
                     rehearser=training.enter_context(
                         closing(FreshProcess(request, directory, collectives.device, kept.seconds))
                     ),
+                    is_tried=request.is_tried,
+                    noted_in=request.noted_in,
+                    witness=OverSocket(directory.path) if world.is_first else None,
                     checkpointer=training.enter_context(_checkpointer(record, collectives, console, chain)),
                     chain=chain,
                     makes_room=None if live is None else live.makes_room,
@@ -218,6 +222,11 @@ def _train(
                 if live is not None:
                     live.await_built(collectives)
                 record.state, record.guard = trainer.state, trainer.guard.figures
+                if request.rehearsed is not None:
+                    said, differs = request.rehearsed
+                    record.guard["rehearsal"] = said
+                    if differs:
+                        record.mark_broken(0, said)
                 if trainer.chain is not None:
                     begun_with = trainer.chain.start_digest()
                     trainer.chain.take_over(() if held is None else held.notes)

@@ -27,6 +27,7 @@ from ddp_core.trainers.own_metrics import OwnMetrics
 
 if TYPE_CHECKING:
     from ddp_core.trainers.rehearsal import Rehearser
+    from ddp_core.trainers.witness import Witness
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,14 @@ class Job:
     callbacks: Sequence[Callback] = ()
     directory: Path | None = None
     """The run directory, for callbacks; None where none is called."""
+    is_tried: bool = False
+    """Whether this is no run for its own sake, so that a few batches are enough for an evaluation."""
+    noted_in: Path | None = None
+    """The file in which rank 0 notes what each step has made of the state; None where nothing is compared with it."""
+    witness: Witness | None = None
+    """Trains steps of this run again elsewhere (rank 0); None where nobody could."""
     only_steps: int | None = None
-    """The run is only tried: it ends after so many steps, and evaluates a few batches. Schedules know the whole run."""
+    """The run ends after so many steps, as if they were all. Schedules know the whole run."""
     checkpointer: Checkpointer | None = None
     """Rank 0 alone has a checkpointer, unless the layout saves in parts."""
     broken: Callable[[int, str], None] | None = None

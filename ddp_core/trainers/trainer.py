@@ -37,6 +37,7 @@ from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.figures import Figures
 from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.job import Job
+from ddp_core.trainers.noting import StepNotes
 from ddp_core.trainers.passes import Passes, WeightUpdate, require_scalable
 from ddp_core.trainers.rehearsal import ResumeRehearsal
 from ddp_core.trainers.repeats import Computed, compute_again
@@ -52,6 +53,7 @@ from ddp_core.trainers.step_losses import (
 from ddp_core.trainers.torch_errors import note_samples
 from ddp_core.trainers.train_state import Saving, TrainState
 from ddp_core.trainers.trial import first_items, unchanged
+from ddp_core.trainers.witness import Witnessed
 
 if TYPE_CHECKING:
     from ddp_core.reduction import ExactReduction
@@ -88,7 +90,7 @@ class Trainer(ABC):
         world = job.collectives.world
         # A process has the share of its rank; the only process of `dp` has all shares, one for each replica.
         shares = range(world.rank, self.cut.shares, world.world_size)
-        self.batches = Batches(job.experiment, self.cut, len(job.splits.train), loader, shares)
+        self.batches = Batches(job.experiment, self.cut, job.splits.trained, loader, shares)
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps = job.experiment.total_steps(self.steps_per_epoch)
         if job.only_steps is not None:
@@ -120,12 +122,15 @@ class Trainer(ABC):
         self.guard = self.checks.guard
         # Before the data are used: a model may change its inputs.
         reads = [self.checks.read_twice] if self.checks.read_twice is not None else []
-        self.rehearsal = ResumeRehearsal(self)
+        self.rehearsal, self.witnessed = ResumeRehearsal(self), Witnessed(self)
+        notes: list[StepNotes] = []
+        if job.noted_in is not None:
+            notes = [StepNotes(self.state, job.layout.saves_in_parts, job.noted_in, world.rank)]
         ours = [self.clock, self.saving, self.rehearsal, self.figures, *reads, *copies, *called]
         self.chain = None if job.chain is None else StepChain(self, job.chain)
         # After the callbacks, which may change weights.
         chained = [self.chain] if self.chain is not None else []
-        self.observers = StepObservers([*ours, *chained, *job.observers])
+        self.observers = StepObservers([*ours, *chained, self.witnessed, *notes, *job.observers])
 
     @abstractmethod
     def compute_gradients(self, batch: StepBatch) -> None:
@@ -295,6 +300,7 @@ class Trainer(ABC):
                     break
                 if stop:
                     self.stop()
+            self.witnessed.end()
         if self.callbacks.has_any:
             self.saving.wait()
             self.callbacks.end((self.state.step - 1) // self.steps_per_epoch)
@@ -424,7 +430,7 @@ class Trainer(ABC):
     def evaluate(self) -> dict[str, Any]:
         """The figures over the held-out samples, `ema_` before those of averaged weights; the same on every layout."""
         self.checks.before_evaluation()
-        batches = None if self.job.only_steps is None else TRIED_BATCHES
+        batches = TRIED_BATCHES if self.job.is_tried else None
         figures = self._figures_of(self.model, batches)
         if self.state.average is not None:
             averaged = self._figures_of(self.state.average.module, batches)

@@ -1,0 +1,70 @@
+"""Why a rehearsal met other bits: the miniature is trained again in other ways, until one of them makes the difference.
+
+Loaded only when a difference was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ddp_core.config.layout import Layout
+from ddp_core.run.miniature import Miniature
+from ddp_core.run.rehearsal import named, other_bits
+from ddp_core.run.repeat import Repeated
+
+_WAY_OUT = "or go on with --on-difference warn"
+
+
+def explained(mini: Miniature, layout: Layout, folder: Path, single: Repeated, step: int, names: list[str]) -> str:
+    """The line for what a rehearsal has found: what differs first in which step, what makes the difference, a way out.
+
+    `single` is the training in one process, from which `step` of the one on `layout` differs.
+    """
+    found = (
+        "one process, killed and resumed, has other weights than one that is not"
+        if layout.kind == "single"
+        else f"{layout.label} has other weights than one process"
+    )
+    for cause in _causes(mini, layout, folder, single):
+        return f"{found}: first in step {step} of a rehearsal ({named(names)}). {cause}; {_WAY_OUT}"
+    return (
+        f"{found}: first in step {step} of a rehearsal ({named(names)}). Something depends on the layout: the code "
+        "asks for a rank, a path or the time, or a forward, a hook or a callback keeps something of its own; "
+        f"let the result follow from weights, samples and step alone, {_WAY_OUT}"
+    )
+
+
+def _causes(mini: Miniature, layout: Layout, folder: Path, single: Repeated) -> Iterator[str]:
+    """What makes the difference, the most telling first, as far as a training in another way shows it."""
+
+    def is_same(name: str, train: Callable[[Path], Repeated]) -> bool:
+        again = train(folder / name)
+        return not again.code and other_bits(single, again) is None
+
+    alone = Layout(device=layout.device)
+    if not is_same("again", lambda place: mini.training(alone, place, workers=0).wait()):
+        yield (
+            "One process trained twice has other bits, too: something draws from a source of true randomness, reads a "
+            "clock, or keeps what an earlier run left; let it follow from weights, samples and step alone"
+        )
+    if is_same("through", lambda place: mini.training(layout, place).wait()):
+        yield (
+            "Without the kill and the resume all steps are the same: something that counts is in no checkpoint, such "
+            "as an attribute, a global variable or a value in a closure; return it from state_dict or get_extra_state, "
+            "or keep it in a buffer"
+        )
+    if mini.request.options.workers and is_same(
+        "loaders", lambda place: mini.training(layout, place, workers=0).wait()
+    ):
+        yield (
+            "With --workers 0 all steps are the same: loader processes have a copy of the data set from before "
+            "training, and do not see what changes it later, nor share what it keeps"
+        )
+    if layout.shard != "none" and is_same(
+        "whole", lambda place: mini.training(layout.model_copy(update={"shard": "none"}), place).wait()
+    ):
+        yield (
+            "Without --shard all steps are the same: something looks at, or writes to, whole weights, gradients or "
+            "optimizer state, of which each rank has a part"
+        )

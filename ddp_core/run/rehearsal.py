@@ -1,0 +1,169 @@
+"""A run's rehearsal and its witness: which trainings are made for them, how they are compared, what is kept.
+
+The rehearsal trains the experiment in miniature, two epochs of five steps: in one process without interruption, and on
+the layout asked for, where it is killed in the second epoch and resumed. The state after each step must have the same
+bits in both, on every rank. What came out is kept in the output folder, and not asked again for the same code,
+settings, data, options and kind of layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ddp_core.base.errors import UserError
+from ddp_core.base.files import make_directory, replace_file
+from ddp_core.base.fingerprint import fingerprint
+from ddp_core.config.cut import BatchCut
+from ddp_core.config.layout import Layout
+from ddp_core.data.data_digest import digest_items
+from ddp_core.data.splits import Splits
+from ddp_core.experiment.request import Request, build_splits
+from ddp_core.experiment.source import collect
+from ddp_core.numerics.limits import rules_of
+from ddp_core.run.miniature import Miniature
+from ddp_core.run.repeat import Repeated, Training, elsewhere
+from ddp_core.trainers.noting import Sums, first_other
+from ddp_core.trainers.witness import Testimony
+
+FOLDER = ".rehearsed"
+"""In the output folder: a file for each rehearsal whose verdict is kept."""
+_MOST_RANKS = 4
+_NAMED = 3
+
+
+class Rehearsed(NamedTuple):
+    """What a rehearsal has found."""
+
+    said: str
+    """The verdict in words."""
+    differs: bool = False
+
+
+def rehearse(request: Request, folder: Path) -> Rehearsed:
+    """Rehearse the request, or find that this was done; `folder` gets files that are needed no longer."""
+    began, layout = time.monotonic(), _fitting(request)
+    if layout is None:
+        return Rehearsed("not rehearsed: its layout does not fit this machine")
+    try:
+        splits = build_splits(request.loaded, Path(request.options.data_dir))
+        key = _key(request, layout, splits)
+    except UserError as error:
+        return Rehearsed(f"not rehearsed: {error}")
+    if key is None:
+        return Rehearsed("not rehearsed: its data are others at each read")
+    file = Path(request.options.output) / FOLDER / f"{key}.json"
+    same = (
+        f"one process and {layout.label}, killed and resumed, have the same bits"
+        if layout.kind != "single"
+        else "one process has the same bits when it is killed and resumed"
+    )
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return Rehearsed(f"rehearsed on {kept['date']}: {same}")
+    try:
+        found = _compared(Miniature.of(request, len(splits.train)), layout, folder / "rehearsal")
+    finally:
+        shutil.rmtree(folder / "rehearsal", ignore_errors=True)
+    if found is not None:
+        return found
+    with contextlib.suppress(OSError):
+        make_directory(file.parent)
+        date = datetime.now(UTC).date().isoformat()
+        replace_file(file, json.dumps({"date": date, "experiment": request.loaded.experiment.name}))
+    return Rehearsed(f"rehearsed in {time.monotonic() - began:.1f} s: {same}")
+
+
+def _compared(mini: Miniature, layout: Layout, folder: Path) -> Rehearsed | None:
+    """Train the miniature alone and on the layout; None where all of both was the same."""
+    alone = mini.training(Layout(device=layout.device), folder / "single", workers=0)
+    try:
+        asked = mini.killed_and_resumed(layout, folder / "asked")
+    finally:
+        single = alone.wait()
+    for what, each in (("on one process", single), (f"on {layout.label}", asked)):
+        if each.code:
+            return Rehearsed(f"not rehearsed: the miniature {what} ended with {each.code}: {each.said}")
+    found = other_bits(single, asked)
+    if found is None:
+        return None
+    from ddp_core.run.explaining import explained
+
+    return Rehearsed(explained(mini, layout, folder, single, *found), differs=True)
+
+
+def other_bits(single: Repeated, other: Repeated) -> tuple[int, list[str]] | None:
+    """The first step in which any rank of `other` has something else than the one process, and the names of it."""
+    found = [each for sums in other.sums if (each := first_other(single.sums[0], sums)) is not None]
+    return min(found, key=lambda each: each[0], default=None)
+
+
+def _fitting(request: Request) -> Layout | None:
+    """The layout asked for with four ranks or replicas at most, all on this machine; None where none can be had."""
+    wanted = request.layout
+    if wanted.kind == "single":
+        return wanted
+    places = torch.cuda.device_count() if wanted.device == "cuda" else _MOST_RANKS
+    for count in range(min(_MOST_RANKS, places, wanted.nnodes * wanted.nproc_per_node), 0, -1):
+        layout = wanted.model_copy(update={"nnodes": 1, "nproc_per_node": count})
+        with contextlib.suppress(UserError):
+            if layout.shares <= BatchCut.of(request.loaded.experiment, layout).micro_batches:
+                return layout
+    return None
+
+
+def _key(request: Request, layout: Layout, splits: Splits) -> str | None:
+    """A digest of all that a verdict holds for; None where the data are random."""
+    data = splits.digest or digest_items(replace(splits, files=())).sha256
+    if data is None:
+        return None
+    options, asked = request.options, request.asked
+    facts = {
+        "experiment": request.loaded.experiment.digest(),
+        "code": collect(request.loaded).files,
+        "data": data,
+        "layout": layout.model_dump(mode="json"),
+        "options": [options.reduction, options.numerics, options.deterministic, options.cuda_graph, options.on_nan],
+        "workers": min(options.workers, 1),
+        "init_from": None if asked is None else asked.init_from,
+        # What another process would compute on: a device is not asked for more than its kind here.
+        "fingerprint": fingerprint(torch.device("cpu"), rules_of(options.numerics)),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def witnessed(request: Request, folder: Path, run: str, step: int, noted: Mapping[int, Sums]) -> Testimony:
+    """Train the steps after the checkpoint of `step` of a run again, and compare them with what the run has noted."""
+    began, place = time.monotonic(), folder / f"witness-{step}"
+    asked: dict[str, Any] = {"fork": run, "at": step, "init_from": None, "only_steps": max(noted)}
+    training = Training(elsewhere(request, Layout(device=request.layout.device), place, asked, workers=0), place)
+    try:
+        repeated = training.wait()
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    if repeated.code:
+        return Testimony(f"none: one process that went on from step {step} ended with {repeated.code}: {repeated.said}")
+    found, seconds = first_other(noted, repeated.sums[0]), time.monotonic() - began
+    if found is None:
+        return Testimony(f"steps after that of {step}, trained again on one process in {seconds:.1f} s: the same bits")
+    number, names = found
+    return Testimony(
+        f"step {number}, trained again on one process from the checkpoint of step {step}, has other bits "
+        f"({named(names)}): the result depends on the layout, or on something that no checkpoint holds",
+        differs=True,
+    )
+
+
+def named(names: list[str]) -> str:
+    """The first names of what differs, and how many more there are."""
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -1,0 +1,182 @@
+"""Trains steps of a request again, elsewhere: in fresh processes, on a layout, from the beginning or a checkpoint.
+
+The promise is that this gives the same bits. So whatever vouches for a run is one call of `start` for each training,
+and a comparison of what the trainings have noted after each step.
+
+The processes are forked from the one that calls, which must have neither threads nor a device nor a process group; with
+GPUs each is a fresh interpreter, since a driver that this process may have asked does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from ddp_core.base.errors import ExitCode
+from ddp_core.base.process import die_with_parent
+from ddp_core.config.layout import Layout
+from ddp_core.distributed.reports import without_caller
+from ddp_core.distributed.world import World, free_port, without_launch
+from ddp_core.experiment.request import Request
+from ddp_core.trainers.noting import Sums, read_notes
+
+_FORK = multiprocessing.get_context("fork")
+_POLL_SECONDS = 0.01
+_CONSEQUENCE_SECONDS = 5.0
+"""What ranks have for a message of their own once one of them has failed."""
+_OWN_WAY = {
+    **{"guard": "off", "rehearsal": "off", "recovery": "restart", "launcher": "external", "max_restarts": 0},
+    **{"faults": (), "log_to": (), "profile": None, "ledger": False, "keep_for_audit": None, "keep_every": None},
+    **{"max_seconds": None, "stop_signal": None, "digest_every": None, "asynchronous_save": False, "log_every": 1},
+}
+"""Options that a repetition has in its own way; none of them may change a bit."""
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """What became of a repetition."""
+
+    code: int
+    """0 where it has come to its end."""
+    said: str
+    """The last line of the first rank that failed; empty where none has."""
+    sums: Sequence[Mapping[int, Sums]]
+    """By rank, what each step has made of the state, by the number of steps done."""
+
+
+class _Process(Protocol):
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+
+def elsewhere(request: Request, layout: Layout, folder: Path, asked: Mapping[str, Any], **options: Any) -> Request:
+    """The request, trained on `layout` with its output below `folder`; `asked` and `options` change fields of both."""
+    assert request.asked is not None
+    changed: dict[str, Any] = {**_OWN_WAY, "output": str(folder / "runs"), **options}
+    whole = {"noted_in": str(folder / "notes"), **asked}
+    return replace(
+        request,
+        layout=layout,
+        options=request.options.model_copy(update=changed),
+        resume=str(asked.get("resume", "never")),
+        asked=request.asked.model_copy(update=whole),
+        rehearsed=None,
+    )
+
+
+class Training:
+    """Ranks of a request that train on this machine; `wait` for them, or `close` to end them.
+
+    `folder` is theirs alone: it gets the request, what each rank prints, the notes and the run directory.
+    """
+
+    def __init__(self, request: Request, folder: Path) -> None:
+        self._folder, ranks = folder, request.layout.world_size
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / "request.json"
+        self._file.write_text(request.to_json(), encoding="utf-8")
+        start = _interpreter if request.layout.device == "cuda" else _Fork
+        port = free_port() if ranks > 1 else None
+        self._processes: list[_Process] = []
+        for rank in range(ranks):
+            world = World(rank, ranks, rank, ranks, store_host="127.0.0.1" if port else None, store_port=port)
+            log = folder / f"rank-{rank}.log"
+            self._processes.append(start([str(self._file)], _environment(world, ranks > 1 or _is_ddp(request)), log))
+
+    def wait(self, limit: float | None = None) -> Repeated:
+        """What became of them; those that run on after `limit` seconds, or when one has failed, are ended."""
+        deadline = None if limit is None else time.monotonic() + limit
+        codes = [each.poll() for each in self._processes]
+        while None in codes:
+            now = time.monotonic()
+            if any(codes) and (deadline is None or deadline > now + _CONSEQUENCE_SECONDS):
+                deadline = now + _CONSEQUENCE_SECONDS
+            if deadline is not None and now > deadline:
+                self.close()
+            time.sleep(_POLL_SECONDS)
+            codes = [each.poll() for each in self._processes]
+        # A rank that has lost another one tells of a consequence.
+        failed = sorted((code == ExitCode.PEERS_LOST, rank) for rank, code in enumerate(codes) if code)
+        code, said = ExitCode.DONE.value, ""
+        if failed:
+            rank = failed[0][1]
+            code, said = int(codes[rank] or 0), _last_line(self._folder / f"rank-{rank}.log")
+        ranks = range(len(self._processes))
+        return Repeated(code, said, [read_notes(self._folder / "notes", rank) for rank in ranks])
+
+    def close(self) -> None:
+        """End all of them at once."""
+        for process in self._processes:
+            process.kill()
+
+
+def _is_ddp(request: Request) -> bool:
+    return request.layout.kind == "ddp"
+
+
+def _environment(world: World, is_rank: bool) -> dict[str, str]:
+    """The variables of one rank: this process's, without those of a launch; one process of its own has a world of 1."""
+    kept = without_caller(without_launch(os.environ))
+    return {**kept, **(world if is_rank else World()).to_environment()}
+
+
+def _last_line(file: Path) -> str:
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
+    except OSError:
+        return ""
+    last = next((line for line in reversed(lines) if line), "")
+    return last.removeprefix("ddp: ").removeprefix("error: ")
+
+
+def _interpreter(words: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "ddp_core.run", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
+        )
+
+
+class _Fork:
+    """A rank that is a fork of this process, with the two methods of subprocess.Popen that are used here."""
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self._process = _FORK.Process(target=_work, args=(words, environment, log))
+        self._process.start()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _work(words: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    from ddp_core.run.run import worker_main
+
+    os.setsid()
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    with log.open("wb") as output, open(os.devnull, "rb") as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    run: Callable[[Sequence[str]], int] = worker_main
+    sys.exit(run(words))

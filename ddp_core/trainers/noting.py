@@ -1,0 +1,80 @@
+"""Checksums of all that a checkpoint holds, by name: what two trainings are compared by, step for step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ddp_core.base.digests import checksum, named_tensors
+from ddp_core.observe.step import StepBatch, StepObserver
+from ddp_core.trainers.train_state import TrainState
+
+Sums = Mapping[str, str]
+"""A checksum for each tensor and each number of the state, by its dotted name."""
+
+
+def state_sums(state: TrainState, in_parts: bool, is_first: bool) -> Sums | None:
+    """Checksums of weights, buffers, averages, optimizer (also its plain numbers), schedule, callbacks and position.
+
+    A collective where something is cut among ranks; None on all ranks but the first. Left out is how long training
+    took.
+    """
+    whole = state.ownership.whole_on_first(state.state_dict(in_parts))
+    if whole is None or not is_first:
+        return None
+    position = {name: value for name, value in whole["position"].items() if not name.startswith("trained_")}
+    return {name: checksum(each) for name, each in named_tensors({**whole, "position": position})}
+
+
+class StepNotes(StepObserver):
+    """Writes a line of checksums after each step, each rank into a file of its own; all ranks must have one.
+
+    A rank that has a part of the state writes of the optimizer's plain numbers alone, unless it is rank 0.
+    """
+
+    def __init__(self, state: TrainState, in_parts: bool, file: Path, rank: int) -> None:
+        self._state, self._in_parts, self._is_first = state, in_parts, rank == 0
+        self._file = _of_rank(file, rank).open("a", encoding="utf-8")
+
+    def after_step(self, batch: StepBatch) -> None:
+        has_all = self._is_first or self._state.ownership.has_whole_weights
+        sums = state_sums(self._state, self._in_parts, has_all)
+        if sums is None:
+            sums = _numbers(self._state.optimizer.param_groups)
+        self._file.write(json.dumps([self._state.step, dict(sums)]) + "\n")
+        self._file.flush()
+
+
+def _numbers(param_groups: Sequence[Mapping[str, Any]]) -> Sums:
+    """The plain numbers of an optimizer's groups, named and summed as in `state_sums`."""
+    groups = [
+        {name: value for name, value in group.items() if name != "params" and not isinstance(value, Tensor)}
+        for group in param_groups
+    ]
+    tree = {"optimizer": {"param_groups": groups}}
+    return {name: checksum(each) for name, each in named_tensors(tree)}
+
+
+def _of_rank(file: Path, rank: int) -> Path:
+    return file.with_name(f"{file.name}-{rank}")
+
+
+def read_notes(file: Path, rank: int) -> dict[int, Sums]:
+    """The checksums that a rank has noted, by the number of steps done; empty where it has noted none."""
+    try:
+        lines = [json.loads(line) for line in _of_rank(file, rank).read_text(encoding="utf-8").splitlines()]
+    except FileNotFoundError:
+        return {}
+    return dict(lines)
+
+
+def first_other(ours: Mapping[int, Sums], theirs: Mapping[int, Sums]) -> tuple[int, list[str]] | None:
+    """The first step that both have and in which something of `theirs` differs, and the names of what does."""
+    for step in sorted(ours.keys() & theirs.keys()):
+        if names := [name for name, value in theirs[step].items() if ours[step].get(name) != value]:
+            return step, names
+    return None

@@ -1,0 +1,190 @@
+"""A run whose steps, trained again elsewhere, have other bits is refused before it begins or before it is completed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddp_core.base.errors import ExitCode
+from ddp_core.record.directory import RunDirectory, find_runs
+from tests.support.commands import Ended, ddp, wait_until, without_limits
+from tests.support.processes import HANG
+
+BEGIN = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from ddp_core import Callback, Experiment, InMemory, Splits
+
+def data(size: int = 80):
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(size, 8, generator=generator)
+    targets = (inputs.sum(1) > 0).long()
+    return Splits(InMemory(inputs, targets), InMemory(inputs[:18], targets[:18]))
+
+def model():
+    return nn.Sequential(nn.Linear(8, 7), nn.ReLU(), nn.Dropout(0.1), nn.Linear(7, 2))
+
+experiment = Experiment(name="mine", global_batch_size=16, micro_batch=4, epochs=3)
+"""
+RANKS_IN_RATE = """
+def optimizer(model, lr: float = 0.05):
+    return torch.optim.SGD(model.parameters(), lr=lr * (dist.get_world_size() if dist.is_initialized() else 1))
+"""
+SCHEDULE_IN_ATTRIBUTE = """
+class Schedule(Callback):
+    ranks = "all"
+
+    def on_epoch(self, moment):
+        moment.model[2].p += 0.2
+
+callbacks = [Schedule()]
+"""
+MOMENTUM_ON_RANK_0 = """
+def optimizer(model, lr: float = 0.05):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+class Warm(Callback):
+    ranks = "all"
+
+    def on_step(self, moment):
+        if moment.rank == 0 and moment.step == 4:
+            for group in OPTIMIZERS[0].param_groups:
+                group["momentum"] = 0.5
+
+OPTIMIZERS = []
+_made = optimizer
+
+def optimizer(model, lr: float = 0.05):
+    OPTIMIZERS[:] = [_made(model, lr)]
+    return OPTIMIZERS[0]
+
+callbacks = [Warm()]
+"""
+LATE = """
+class Late(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 2)
+        self.forwards = 0
+
+    def forward(self, inputs):
+        if self.training:
+            self.forwards += 1
+        return self.layer(inputs) * (1.5 if self.forwards > 44 else 1.0)
+
+def model():
+    return Late()
+"""
+SET_OF_NAMES = """
+_data = data
+
+def data():
+    order = [int(name) for name in {str(number) for number in range(80)}]
+    inputs, targets = _data().train.inputs[order], _data().train.targets[order]
+    return Splits(InMemory(inputs, targets))
+"""
+TWO = ("--layout", "ddp", "--nproc-per-node", "2")
+
+
+def trained(folder: Path, text: str, *words: str) -> Ended:
+    (folder / "mine.py").write_text(BEGIN + text, encoding="utf-8")
+    begin = ("train", folder / "mine.py", "--device", "cpu", "--rehearsal", "on", "--output", folder / "out")
+    return ddp(*begin, *words)
+
+
+def only_run(folder: Path) -> RunDirectory:
+    (found,) = [directory for directory, _ in find_runs(folder / "out")]
+    return found
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((), id="single"),
+        pytest.param(TWO, id="ddp"),
+        pytest.param((*TWO, "--shard", "parameters"), id="parameters", marks=pytest.mark.slow),
+    ],
+)
+def test_a_healthy_run_is_rehearsed_once_and_has_a_witness(tmp_path: Path, words: tuple[str, ...]) -> None:
+    first = trained(tmp_path, "", *words)
+    assert first.code == 0, first.errors
+    assert "rehearsed in " in first.errors
+    guard = only_run(tmp_path).read()["attempts"][-1]["guard"]
+    assert "rehearsed in " in guard["rehearsal"]
+    assert "the same bits" in guard["witness"]
+    again = trained(tmp_path, "", *words)
+    assert again.code == 0
+    assert "rehearsed on " in again.errors
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (RANKS_IN_RATE, TWO),
+        (SCHEDULE_IN_ATTRIBUTE, ()),
+        (MOMENTUM_ON_RANK_0, TWO),
+        pytest.param(MOMENTUM_ON_RANK_0, (*TWO, "--shard", "optimizer"), marks=pytest.mark.slow),
+    ],
+    ids=["the number of ranks", "lost in a resume", "one rank's numbers", "one rank's numbers, cut"],
+)
+def test_other_bits_in_the_miniature_refuse_the_run(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+    ended = trained(tmp_path, text, *words)
+    assert ended.code == ExitCode.BAD_INPUT
+    assert "first in step " in ended.errors
+    assert list(find_runs(tmp_path / "out")) == []
+
+
+@pytest.mark.slow
+def test_the_line_names_what_makes_the_difference(tmp_path: Path) -> None:
+    assert "Without the kill and the resume" in trained(tmp_path, SCHEDULE_IN_ATTRIBUTE).errors
+
+
+@pytest.mark.slow
+def test_the_order_of_a_set_is_the_same_in_all_processes(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(BEGIN + SET_OF_NAMES, encoding="utf-8")
+    environment = {name: value for name, value in without_limits().items() if name != "PYTHONHASHSEED"}
+    command = [sys.executable, "-m", "ddp_core", "train", str(tmp_path / "mine.py"), "--device", "cpu"]
+    for _ in range(2):
+        subprocess.run([*command, "--output", str(tmp_path / "out")], env=environment, check=True, timeout=HANG)
+    assert len({record["weights_sha256"] for _, record in find_runs(tmp_path / "out")}) == 1
+
+
+def test_a_run_that_shall_go_on_is_marked(tmp_path: Path) -> None:
+    ended = trained(tmp_path, RANKS_IN_RATE, *TWO, "--on-difference", "warn")
+    assert ended.code == 0
+    assert only_run(tmp_path).read()["promise_broken"]["step"] == 0
+
+
+def test_what_acts_late_is_found_by_the_witness(tmp_path: Path) -> None:
+    """The count acts in the twelfth step: the miniature has ten, and a resume begins to count anew."""
+    ended = trained(tmp_path, LATE, "--set", "epochs=4", "--checkpoint-every", "11")
+    assert ended.code == ExitCode.BAD_INPUT
+    assert "trained again on one process from the checkpoint" in ended.errors
+    assert only_run(tmp_path).read()["status"] == "failed"
+
+
+def test_a_rehearsal_ends_with_the_command(tmp_path: Path) -> None:
+    slow = f"import time\n\ndef loss(outputs, targets):\n    time.sleep({HANG})\n"
+    (tmp_path / "mine.py").write_text(BEGIN + slow, encoding="utf-8")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    words = ["train", str(tmp_path / "mine.py"), "--device", "cpu", "--rehearsal", "on"]
+    command = [sys.executable, "-m", "ddp_core", *words, "--output", str(tmp_path / "out")]
+    with subprocess.Popen(command, env={**without_limits(), "TMPDIR": str(scratch)}) as process:
+        wait_until(lambda: any(scratch.glob("ddp-*/rehearsal/single/rank-0.log")), HANG, "the miniature begins")
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+    wait_until(lambda: not any(_lives(child) for child in children), HANG, "its processes end")
+    wait_until(lambda: not any(scratch.glob("ddp-*")), HANG, "its folder goes")
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
