@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import make_directory, replace_file
 from ddp_core.base.fingerprint import fingerprint
@@ -69,7 +70,7 @@ def rehearse(request: Request, folder: Path) -> Rehearsed:
         else "one process has the same bits when it is killed and resumed"
     )
     with contextlib.suppress(OSError, ValueError, KeyError):
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        kept = json.loads(read_file(file))
         return Rehearsed(f"rehearsed on {kept['date']}: {same}")
     try:
         found = _compared(Miniature.of(request, len(splits.train)), layout, folder / "rehearsal")

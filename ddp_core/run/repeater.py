@@ -131,6 +131,10 @@ def _serve(request: Request, listener: socket.socket, folder: Path) -> None:
     os.setsid()  # so that a terminal's Ctrl-C does not reach it
 
     def leave(*_: Any) -> None:
+        # What still writes there would leave a folder behind.
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join()
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 

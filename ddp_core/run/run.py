@@ -201,7 +201,7 @@ def _train(
                     rehearser=training.enter_context(
                         closing(FreshProcess(request, directory, collectives.device, kept.seconds))
                     ),
-                    is_tried=request.is_tried,
+                    in_miniature=request.is_miniature,
                     noted_in=request.noted_in,
                     witness=OverSocket(directory.path) if world.is_first else None,
                     checkpointer=training.enter_context(_checkpointer(record, collectives, console, chain)),

@@ -55,8 +55,8 @@ class Job:
     callbacks: Sequence[Callback] = ()
     directory: Path | None = None
     """The run directory, for callbacks; None where none is called."""
-    is_tried: bool = False
-    """Whether this is no run for its own sake, so that a few batches are enough for an evaluation."""
+    in_miniature: bool = False
+    """Whether epochs are cut to a few steps, and a few batches are enough for an evaluation."""
     noted_in: Path | None = None
     """The file in which rank 0 notes what each step has made of the state; None where nothing is compared with it."""
     witness: Witness | None = None

@@ -430,7 +430,7 @@ class Trainer(ABC):
     def evaluate(self) -> dict[str, Any]:
         """The figures over the held-out samples, `ema_` before those of averaged weights; the same on every layout."""
         self.checks.before_evaluation()
-        batches = TRIED_BATCHES if self.job.is_tried else None
+        batches = TRIED_BATCHES if self.job.in_miniature or self.job.only_steps is not None else None
         figures = self._figures_of(self.model, batches)
         if self.state.average is not None:
             averaged = self._figures_of(self.state.average.module, batches)

@@ -30,6 +30,8 @@ ELSEWHERE = {
     "ddp_core/record/environment.py": "what pip tells of an installed package",
     "ddp_core/record/signing.py": "a temporary folder of its own, and the file that --signer names",
     "ddp_core/run/rehearsing.py": "/proc",
+    "ddp_core/run/repeat.py": "/dev/null, and what processes of ours print into a temporary folder",
+    "ddp_core/run/repeater.py": "/dev/null",
     "ddp_core/run/resumed_step.py": "the folder of the rehearsal, which another process of ours has filled",
     "ddp_core/run/run.py": "the launcher's folder for its workers",
     "ddp_lab/chaos/drill.py": "the file of a drill",

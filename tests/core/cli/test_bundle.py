@@ -155,7 +155,7 @@ def test_what_would_grow_is_refused(packed: Path, tmp_path: Path) -> None:
     with ZipFile(bomb, "w", ZIP_DEFLATED) as archive:
         archive.comment = BUNDLE_FORMAT.encode()
         archive.writestr("zeros", bytes(10_000_000))
-    assert "'zeros' is compressed" in refusal(bomb)
+    assert "zeros is compressed" in refusal(bomb)
 
     # Two entries of the directory that mean the same bytes.
     with ZipFile(bomb, "w") as archive:
