@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.user_code import MODULE_PREFIX
 from ddp_core.cli import main
 from ddp_core.config.options import Asked
 from ddp_core.distributed.children import Children
@@ -179,6 +181,10 @@ def test_no_text_of_a_record_prints_a_line_of_its_own(
         raise UserError("not trained here")
 
     monkeypatch.setattr("ddp_core.cli.verify.train_silently", refuse)
+    # `verify` imports the modules that the run has kept, which no later test of this process may find.
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    before = set(sys.modules)
     whole = json.loads((run / "run.json").read_text())
     whole |= {"message": "text", "promise_broken": {"step": 1, "what": "text"}, "experiment_file": "text"}
     whole["ended_early"] = {"step": 1, "of": 2, "reason": "text"}
@@ -205,3 +211,6 @@ def test_no_text_of_a_record_prints_a_line_of_its_own(
             said = "\n".join(capsys.readouterr())
             assert "\x1b" not in said, (words, container, key)
             assert FORGED.split("\n")[1] not in said.splitlines(), (words, container, key)
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("beside", "nets") or name.startswith(MODULE_PREFIX):
+            del sys.modules[name]
