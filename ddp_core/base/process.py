@@ -82,7 +82,7 @@ def fix_hashes() -> None:
     a run must have them alike.
     """
     was_started_so = sys.orig_argv[1 - len(sys.argv) :] == sys.argv[1:]  # not as a fork of another process
-    if was_started_so and os.environ.get("PYTHONHASHSEED", "random") == "random":
+    if was_started_so and (os.environ.get("PYTHONHASHSEED") or "random") == "random":
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
 
 

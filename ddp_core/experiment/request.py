@@ -92,6 +92,11 @@ class Request:
         return None if self.asked is None or self.asked.noted_in is None else Path(self.asked.noted_in)
 
     @property
+    def is_witness(self) -> bool:
+        """Whether steps of a run are trained again from a checkpoint of it, with the very same data."""
+        return self.noted_in is not None and not self.is_miniature
+
+    @property
     def is_tried(self) -> bool:
         """Whether this is no run for its own sake: a trial, a rehearsal or a witness."""
         return self.only_steps is not None or self.is_miniature

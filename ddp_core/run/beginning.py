@@ -144,7 +144,7 @@ def _build_the_same(
     for module in source.unreadable:
         console.warn(f"the source of module {module} is gone; without it `ddp verify` cannot repeat this run")
     # Files may take minutes to read, which a run that is only tried does not have.
-    splits = replace(parts.splits, files=()) if request.is_tried else parts.splits
+    splits = replace(parts.splits, files=()) if request.is_tried and not request.is_witness else parts.splits
     digest = agreed_digest(splits, collectives, console.say, request.options, kept.digest)
     kept.splits, kept.digest, kept.source = parts.splits, digest, source
     return parts, own_metrics, source, digest

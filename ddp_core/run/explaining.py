@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ddp_core.config.layout import Layout
-from ddp_core.run.miniature import Miniature
+from ddp_core.run.miniature import LIMIT, Miniature
 from ddp_core.run.rehearsal import named, other_bits
 from ddp_core.run.repeat import Repeated
 
@@ -43,26 +43,26 @@ def _causes(mini: Miniature, layout: Layout, folder: Path, single: Repeated) -> 
         return not again.code and other_bits(single, again) is None
 
     alone = Layout(device=layout.device)
-    if not is_same("again", lambda place: mini.training(alone, place, workers=0).wait()):
+    if not is_same("again", lambda place: mini.training(alone, place, workers=0).wait(LIMIT)):
         yield (
             "One process trained twice has other bits, too: something draws from a source of true randomness, reads a "
             "clock, or keeps what an earlier run left; let it follow from weights, samples and step alone"
         )
-    if is_same("through", lambda place: mini.training(layout, place).wait()):
+    if is_same("through", lambda place: mini.training(layout, place).wait(LIMIT)):
         yield (
             "Without the kill and the resume all steps are the same: something that counts is in no checkpoint, such "
             "as an attribute, a global variable or a value in a closure; return it from state_dict or get_extra_state, "
             "or keep it in a buffer"
         )
     if mini.request.options.workers and is_same(
-        "loaders", lambda place: mini.training(layout, place, workers=0).wait()
+        "loaders", lambda place: mini.training(layout, place, workers=0).wait(LIMIT)
     ):
         yield (
             "With --workers 0 all steps are the same: loader processes have a copy of the data set from before "
             "training, and do not see what changes it later, nor share what it keeps"
         )
     if layout.shard != "none" and is_same(
-        "whole", lambda place: mini.training(layout.model_copy(update={"shard": "none"}), place).wait()
+        "whole", lambda place: mini.training(layout.model_copy(update={"shard": "none"}), place).wait(LIMIT)
     ):
         yield (
             "Without --shard all steps are the same: something looks at, or writes to, whole weights, gradients or "

@@ -13,6 +13,9 @@ from ddp_core.experiment.request import Request
 from ddp_core.record.directory import find_runs
 from ddp_core.run.repeat import Repeated, Training, elsewhere
 
+LIMIT = 600.0
+"""Seconds that a training may take, so that one that hangs ends with a line."""
+
 
 @dataclass(frozen=True)
 class Miniature:
@@ -41,14 +44,14 @@ class Miniature:
     def killed_and_resumed(self, layout: Layout, folder: Path, **options: Any) -> Repeated:
         """Train it on the layout, where all ranks are killed and begin anew with the checkpoint of the step before."""
         if not self.killed_after:
-            return self.training(layout, folder, **options).wait()
+            return self.training(layout, folder, **options).wait(LIMIT)
         options["checkpoint_every"] = self.killed_after - 1
-        before = self.training(layout, folder, faults=(f"kill@{self.killed_after}",), **options).wait()
+        before = self.training(layout, folder, faults=(f"kill@{self.killed_after}",), **options).wait(LIMIT)
         run = next((found.path for found, _ in find_runs(folder / "runs")), None)
         if run is None or max(before.sums[0], default=0) < self.killed_after:
             return before if before.code else replace(before, code=int(ExitCode.INTERNAL), said="it was not killed")
         again = folder / "resumed"
-        after = self.training(layout, again, {"resume": str(run)}, **options).wait()
+        after = self.training(layout, again, {"resume": str(run)}, **options).wait(LIMIT)
         # The step before the kill is noted twice; the later note counts, which a resume has made.
         sums = [{**one, **other} for one, other in zip(before.sums, after.sums, strict=True)]
         return Repeated(after.code, after.said, sums)

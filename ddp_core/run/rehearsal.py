@@ -32,7 +32,7 @@ from ddp_core.data.splits import Splits
 from ddp_core.experiment.request import Request, build_splits
 from ddp_core.experiment.source import collect
 from ddp_core.numerics.limits import rules_of
-from ddp_core.run.miniature import Miniature
+from ddp_core.run.miniature import LIMIT, Miniature
 from ddp_core.run.repeat import Repeated, Training, elsewhere
 from ddp_core.trainers.noting import Sums, first_other
 from ddp_core.trainers.witness import Testimony
@@ -64,16 +64,15 @@ def rehearse(request: Request, folder: Path) -> Rehearsed:
     if key is None:
         return Rehearsed("not rehearsed: its data are others at each read")
     file = Path(request.options.output) / FOLDER / f"{key}.json"
-    same = (
-        f"one process and {layout.label}, killed and resumed, have the same bits"
-        if layout.kind != "single"
-        else "one process has the same bits when it is killed and resumed"
-    )
+    mini = Miniature.of(request, len(splits.train))
+    resumed = ", killed and resumed," if mini.killed_after else ""
+    there = "another" if layout.kind == "single" else layout.label
+    same = f"one process and {there}{resumed} have the same bits"
     with contextlib.suppress(OSError, ValueError, KeyError):
         kept = json.loads(read_file(file))
         return Rehearsed(f"rehearsed on {kept['date']}: {same}")
     try:
-        found = _compared(Miniature.of(request, len(splits.train)), layout, folder / "rehearsal")
+        found = _compared(mini, layout, folder / "rehearsal")
     finally:
         shutil.rmtree(folder / "rehearsal", ignore_errors=True)
     if found is not None:
@@ -91,7 +90,9 @@ def _compared(mini: Miniature, layout: Layout, folder: Path) -> Rehearsed | None
     try:
         asked = mini.killed_and_resumed(layout, folder / "asked")
     finally:
-        single = alone.wait()
+        single = alone.wait(LIMIT)
+    if not single.sums[0]:
+        return Rehearsed("not rehearsed: the miniature has noted no step")
     for what, each in (("on one process", single), (f"on {layout.label}", asked)):
         if each.code:
             return Rehearsed(f"not rehearsed: the miniature {what} ended with {each.code}: {each.said}")
@@ -105,7 +106,8 @@ def _compared(mini: Miniature, layout: Layout, folder: Path) -> Rehearsed | None
 
 def other_bits(single: Repeated, other: Repeated) -> tuple[int, list[str]] | None:
     """The first step in which any rank of `other` has something else than the one process, and the names of it."""
-    found = [each for sums in other.sums if (each := first_other(single.sums[0], sums)) is not None]
+    by_rank = [first_other(single.sums[0], sums, is_part=rank > 0) for rank, sums in enumerate(other.sums)]
+    found = [each for each in by_rank if each is not None]
     return min(found, key=lambda each: each[0], default=None)
 
 
@@ -149,12 +151,12 @@ def witnessed(request: Request, folder: Path, run: str, step: int, noted: Mappin
     asked: dict[str, Any] = {"fork": run, "at": step, "init_from": None, "only_steps": max(noted)}
     training = Training(elsewhere(request, Layout(device=request.layout.device), place, asked, workers=0), place)
     try:
-        repeated = training.wait()
+        repeated = training.wait(LIMIT)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     if repeated.code:
         return Testimony(f"none: one process that went on from step {step} ended with {repeated.code}: {repeated.said}")
-    found, seconds = first_other(noted, repeated.sums[0]), time.monotonic() - began
+    found, seconds = first_other(noted, repeated.sums[0], is_part=False), time.monotonic() - began
     if found is None:
         return Testimony(f"steps after that of {step}, trained again on one process in {seconds:.1f} s: the same bits")
     number, names = found

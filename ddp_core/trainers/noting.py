@@ -20,13 +20,14 @@ Sums = Mapping[str, str]
 def state_sums(state: TrainState, in_parts: bool, is_first: bool) -> Sums | None:
     """Checksums of weights, buffers, averages, optimizer (also its plain numbers), schedule, callbacks and position.
 
-    A collective where something is cut among ranks; None on all ranks but the first. Left out is how long training
-    took.
+    A collective where something is cut among ranks; None on all ranks but the first. Left out are how long training
+    took, and evaluations, which are made of fewer samples where steps are repeated.
     """
     whole = state.ownership.whole_on_first(state.state_dict(in_parts))
     if whole is None or not is_first:
         return None
-    position = {name: value for name, value in whole["position"].items() if not name.startswith("trained_")}
+    left_out = ("trained_", "evaluation", "best")
+    position = {name: value for name, value in whole["position"].items() if not name.startswith(left_out)}
     return {name: checksum(each) for name, each in named_tensors({**whole, "position": position})}
 
 
@@ -72,9 +73,15 @@ def read_notes(file: Path, rank: int) -> dict[int, Sums]:
     return dict(lines)
 
 
-def first_other(ours: Mapping[int, Sums], theirs: Mapping[int, Sums]) -> tuple[int, list[str]] | None:
-    """The first step that both have and in which something of `theirs` differs, and the names of what does."""
-    for step in sorted(ours.keys() & theirs.keys()):
-        if names := [name for name, value in theirs[step].items() if ours[step].get(name) != value]:
+def first_other(ours: Mapping[int, Sums], theirs: Mapping[int, Sums], is_part: bool) -> tuple[int, list[str]] | None:
+    """The first step in which something differs, and the names of what does; a step that one lacks differs, too.
+
+    If it `is_part`, `theirs` need not have all that `ours` has.
+    """
+    for step in sorted(ours.keys() | theirs.keys()):
+        if step not in ours or step not in theirs:
+            return step, ["only one of them has this step"]
+        one, other = ours[step], theirs[step]
+        if names := [name for name in (other if is_part else {**one, **other}) if one.get(name) != other.get(name)]:
             return step, names
     return None

@@ -73,8 +73,7 @@ class ResumeRehearsal(StepObserver):
         self._collectives = trainer.job.collectives
         self._is_first = self._collectives.world.is_first
         self._rehearser = trainer.job.rehearser
-        # A rehearsal before the run has tried a resume already.
-        self._is_wanted = self._guard.mode != "off" and self._job.options.rehearsal == "off"
+        self._is_wanted = self._guard.mode != "off"
         self._way: str | None = None
         """`now` or `background`, once that is chosen, the same on all ranks."""
         self._first_step: int | None = None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ddp_core.base.errors import UserError
+from ddp_core.checkpoint import find_checkpoints
 from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.trainers.noting import Sums, state_sums
 
@@ -82,8 +83,7 @@ class Witnessed(StepObserver):
     def _awaited(self) -> Testimony:
         """What the witness has found, on all ranks."""
         witness = self._job.witness
-        # The newest checkpoint may have fewer steps after it than the one before.
-        at = max(self._noted, key=lambda each: (len(self._noted[each]), each), default=None)
+        at = max(self._kept(), default=None)
         if witness is not None and at is not None:
             witness.ask(at, self._noted[at])
         while True:
@@ -97,3 +97,10 @@ class Witnessed(StepObserver):
                     found = witness.answer(min(_POLL_SECONDS, self._job.options.timeout / 4))
             if (told := self._job.collectives.broadcast(found)) is not None:
                 return Testimony(*told)
+
+    def _kept(self) -> list[int]:
+        """The checkpoints of which steps are noted, as far as they are still there (rank 0)."""
+        if not self._noted or self._job.directory is None:
+            return []
+        there = {each.step for each in find_checkpoints(self._job.directory / "checkpoints")}
+        return [at for at in self._noted if at in there]
