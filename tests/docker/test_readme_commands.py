@@ -94,7 +94,8 @@ def test_a_layout_trains(clone: Clone, command: str) -> None:
     done = clone.run(command)
     if command == ON_GPUS and NO_GPU:
         assert done.returncode != 0
-        assert "docker compose -f compose.yaml -f compose.cpu.yaml up" in done.stderr
+        assert "use_-f_compose.yaml_-f_compose.cpu.yaml" in done.stderr
+        assert "exit 4" in done.stderr
         assert len(clone.statuses()) == before
     else:
         assert done.returncode == 0, done.stdout + done.stderr
