@@ -59,6 +59,7 @@ def put(place: Path, make: Callable[[Path], None]) -> None:
 def resume(made: Path, run: Path) -> Ended:
     """Continue the finished run, which is told to be longer."""
     words = ("--resume", run, "--set", "epochs=2", "--device", "cpu", "--data-dir", run / "data")
+    words = (*words, "--output", run.parents[1])  # the folder that is the default cannot be written to in an image
     return ddp("train", made.parents[2] / "project" / "mine.py", *words, timeout=LIMIT)
 
 
