@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -43,26 +43,18 @@ _MOST_RANKS = 4
 _NAMED = 3
 
 
-class Rehearsed(NamedTuple):
-    """What a rehearsal has found."""
-
-    said: str
-    """The verdict in words."""
-    differs: bool = False
-
-
-def rehearse(request: Request, folder: Path) -> Rehearsed:
+def rehearse(request: Request, folder: Path) -> Testimony:
     """Rehearse the request, or find that this was done; `folder` gets files that are needed no longer."""
     began, layout = time.monotonic(), _fitting(request)
     if layout is None:
-        return Rehearsed("not rehearsed: its layout does not fit this machine")
+        return Testimony("not rehearsed: its layout does not fit this machine")
     try:
         splits = build_splits(request.loaded, Path(request.options.data_dir))
         key = _key(request, layout, splits)
     except UserError as error:
-        return Rehearsed(f"not rehearsed: {error}")
+        return Testimony(f"not rehearsed: {error}")
     if key is None:
-        return Rehearsed("not rehearsed: its data are others at each read")
+        return Testimony("not rehearsed: its data are others at each read")
     file = Path(request.options.output) / FOLDER / f"{key}.json"
     mini = Miniature.of(request, len(splits.train))
     resumed = ", killed and resumed," if mini.killed_after else ""
@@ -70,7 +62,7 @@ def rehearse(request: Request, folder: Path) -> Rehearsed:
     same = f"one process and {there}{resumed} have the same bits"
     with contextlib.suppress(OSError, ValueError, KeyError):
         kept = json.loads(read_file(file))
-        return Rehearsed(f"rehearsed on {kept['date']}: {same}")
+        return Testimony(f"rehearsed on {kept['date']}: {same}")
     try:
         found = _compared(mini, layout, folder / "rehearsal")
     finally:
@@ -81,10 +73,10 @@ def rehearse(request: Request, folder: Path) -> Rehearsed:
         make_directory(file.parent)
         date = datetime.now(UTC).date().isoformat()
         replace_file(file, json.dumps({"date": date, "experiment": request.loaded.experiment.name}))
-    return Rehearsed(f"rehearsed in {time.monotonic() - began:.1f} s: {same}")
+    return Testimony(f"rehearsed in {time.monotonic() - began:.1f} s: {same}")
 
 
-def _compared(mini: Miniature, layout: Layout, folder: Path) -> Rehearsed | None:
+def _compared(mini: Miniature, layout: Layout, folder: Path) -> Testimony | None:
     """Train the miniature alone and on the layout; None where all of both was the same."""
     alone = mini.training(Layout(device=layout.device), folder / "single", workers=0)
     try:
@@ -92,16 +84,16 @@ def _compared(mini: Miniature, layout: Layout, folder: Path) -> Rehearsed | None
     finally:
         single = alone.wait(LIMIT)
     if not single.sums[0]:
-        return Rehearsed("not rehearsed: the miniature has noted no step")
+        return Testimony("not rehearsed: the miniature has noted no step")
     for what, each in (("on one process", single), (f"on {layout.label}", asked)):
         if each.code:
-            return Rehearsed(f"not rehearsed: the miniature {what} ended with {each.code}: {each.said}")
+            return Testimony(f"not rehearsed: the miniature {what} ended with {each.code}: {each.said}")
     found = other_bits(single, asked)
     if found is None:
         return None
     from ddp_core.run.explaining import explained
 
-    return Rehearsed(explained(mini, layout, folder, single, *found), differs=True)
+    return Testimony(explained(mini, layout, folder, single, *found), differs=True)
 
 
 def other_bits(single: Repeated, other: Repeated) -> tuple[int, list[str]] | None:

@@ -26,12 +26,10 @@ from ddp_core.base.process import die_with_parent
 from ddp_core.base.torch_internals import LOADED_BY_OPTIMIZERS
 from ddp_core.distributed.reports import tell_user
 from ddp_core.experiment.request import Request
-from ddp_core.run.rehearsal import Rehearsed, rehearse, witnessed
 from ddp_core.trainers.noting import Sums
 from ddp_core.trainers.witness import Testimony
 
 _ADDRESS = "DDP_REPEATER"
-_ANSWERS: Mapping[str, Callable[..., Rehearsed | Testimony]] = {"rehearse": rehearse, "witness": witnessed}
 _ENDING_SECONDS = 5.0
 _FORK = multiprocessing.get_context("fork")
 
@@ -85,13 +83,13 @@ def _repeater(request: Request) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _rehearsed() -> Rehearsed:
+def _rehearsed() -> Testimony:
     try:
         with _connected() as connection:
             connection.send(("rehearse", ()))
-            return Rehearsed(*connection.recv())
+            return Testimony(*connection.recv())
     except (EOFError, OSError):
-        return Rehearsed("not rehearsed: its process has ended")
+        return Testimony("not rehearsed: its process has ended")
 
 
 def _connected() -> Connection:
@@ -128,6 +126,10 @@ class OverSocket:
 
 def _serve(request: Request, listener: socket.socket, folder: Path) -> None:
     """Answer one question after the other, until the process that has begun this one ends or says so."""
+    # Most runs ask for neither.
+    from ddp_core.run.rehearsal import rehearse, witnessed
+
+    answers: Mapping[str, Callable[..., Testimony]] = {"rehearse": rehearse, "witness": witnessed}
     os.setsid()  # so that a terminal's Ctrl-C does not reach it
 
     def leave(*_: Any) -> None:
@@ -154,7 +156,7 @@ def _serve(request: Request, listener: socket.socket, folder: Path) -> None:
         with contextlib.suppress(EOFError, OSError), Connection(client.detach()) as connection:
             kind, words = connection.recv()
             try:
-                answer: tuple[Any, ...] = _ANSWERS[kind](request, folder, *words)
+                answer: tuple[Any, ...] = answers[kind](request, folder, *words)
             except Exception as error:
                 answer = (f"none, since this failed: {type(error).__name__}: {' '.join(str(error).split())}", False)
             connection.send(tuple(answer))

@@ -26,10 +26,10 @@ _KIND = "witness"
 
 
 class Testimony(NamedTuple):
-    """What a witness has found."""
+    """What a rehearsal or a witness has found."""
 
     said: str
-    """The same bits or which others, or why there was no witness, in words."""
+    """The same bits or which others, or why there was none, in words."""
     differs: bool = False
 
 
