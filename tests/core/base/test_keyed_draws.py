@@ -6,7 +6,6 @@ import copy
 import pickle
 import random
 import threading
-import timeit
 from typing import Any
 
 import numpy as np
@@ -202,12 +201,6 @@ def test_a_generator_can_still_be_copied_and_pickled() -> None:
     for other in (copy.deepcopy(behind), pickle.loads(pickle.dumps(behind))):
         with generators_kept():
             assert other.rand() == np.random.rand()
-
-
-def test_a_key_costs_less_than_a_microsecond() -> None:
-    watch_draws()
-    with without_key():
-        assert min(timeit.repeat(lambda: key_draws(KEY), number=1000, repeat=20)) / 1000 < 1e-6
 
 
 def test_a_thread_with_a_generator_of_its_own_seeds_that_one() -> None:

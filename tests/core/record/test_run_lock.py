@@ -64,10 +64,8 @@ def test_the_second_run_in_a_directory_is_told_who_holds_it(tmp_path: Path) -> N
     assert not is_held(tmp_path)
     with _holder(tmp_path) as pid:
         assert is_held(tmp_path)
-        started = time.monotonic()
         with pytest.raises(UserError, match=rf"process {pid} on {socket.gethostname()}, since \d{{4}}-") as caught:
             RunLock(tmp_path).acquire()
-        assert time.monotonic() - started < 1
         assert caught.value.exit_code == ExitCode.BAD_INPUT
         assert str(tmp_path) in str(caught.value)
         assert is_held(tmp_path), "asking must not take it away"
