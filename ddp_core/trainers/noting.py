@@ -34,11 +34,14 @@ def state_sums(state: TrainState, in_parts: bool, is_first: bool) -> Sums | None
 class StepNotes(StepObserver):
     """Writes a line of checksums after each step, each rank into a file of its own; all ranks must have one.
 
-    A rank that has a part of the state writes of the optimizer's plain numbers alone, unless it is rank 0.
+    A rank that has a part of the state writes of the optimizer's plain numbers alone, unless it is rank 0. Callbacks
+    that are called on rank 0 alone have kept nothing elsewhere.
     """
 
     def __init__(self, state: TrainState, in_parts: bool, file: Path, rank: int) -> None:
         self._state, self._in_parts, self._is_first = state, in_parts, rank == 0
+        alone = [name for name, callback in state.named_callbacks() if callback.ranks == "first" and rank > 0]
+        self._left_out = tuple(f"callbacks.{name}." for name in alone)
         self._file = _of_rank(file, rank).open("a", encoding="utf-8")
 
     def after_step(self, batch: StepBatch) -> None:
@@ -46,7 +49,8 @@ class StepNotes(StepObserver):
         sums = state_sums(self._state, self._in_parts, has_all)
         if sums is None:
             sums = _numbers(self._state.optimizer.param_groups)
-        self._file.write(json.dumps([self._state.step, dict(sums)]) + "\n")
+        sums = {name: each for name, each in sums.items() if not name.startswith(self._left_out)}
+        self._file.write(json.dumps([self._state.step, sums]) + "\n")
         self._file.flush()
 
 

@@ -180,7 +180,7 @@ class TrainState:
                 with user_code(f"your {name}"):
                     part.load_state_dict(whole_tensors(state[name]))
         with user_code("your callback"):
-            for name, callback in self._named_callbacks():
+            for name, callback in self.named_callbacks():
                 if name in state.get("callbacks", {}):
                     callback.load_state_dict(whole_tensors(state["callbacks"][name]))
         parameters = dict(self.model.named_parameters())
@@ -190,7 +190,7 @@ class TrainState:
             setattr(self, name, value)
         self.commit()
 
-    def _named_callbacks(self) -> Iterator[tuple[str, Callback]]:
+    def named_callbacks(self) -> Iterator[tuple[str, Callback]]:
         """The callbacks by class and position: one that the code has exchanged since gets nothing of another one's."""
         for position, callback in enumerate(self.callbacks):
             yield f"{position} {type(callback).__qualname__}", callback
@@ -198,7 +198,7 @@ class TrainState:
     def states_of_callbacks(self) -> dict[str, Any]:
         """What callbacks want to be kept. Raises UserError where a checkpoint could not hold it."""
         kept = {}
-        for name, callback in self._named_callbacks():
+        for name, callback in self.named_callbacks():
             with user_code("your callback"):
                 state = callback.state_dict()
             if state:

@@ -62,10 +62,16 @@ def test_a_checkpoint_that_no_new_job_can_read_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "loses", ["a harmless count", pytest.param("in a cache", marks=slow), pytest.param("in its state_dict", marks=slow)]
+    "loses",
+    [
+        "nothing",
+        pytest.param("a harmless count", marks=slow),
+        pytest.param("in a cache", marks=slow),
+        pytest.param("in its state_dict", marks=slow),
+    ],
 )
 def test_what_a_resume_does_not_lose_is_accepted(tmp_path: Path, loses: str) -> None:
-    ended = run(tmp_path, loses, *REHEARSED)
+    ended = run(tmp_path, loses, *REHEARSED, "--layout", "ddp", "--nproc-per-node", 2)
     assert ended.code == ExitCode.DONE, ended.errors
     assert "the same bits" in found(tmp_path)["witness"]
 
