@@ -18,7 +18,7 @@ from ddp_core.record.data import how_compared
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
 from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import portable_cpu
-from ddp_core.record.guarded import broken_promise, what_broke_it
+from ddp_core.record.guarded import broken_promise, was_rehearsed, what_broke_it
 from ddp_core.record.over_seeds import family_of, over_seeds
 from ddp_core.record.own_figures import MOST, PREFIX, in_words, own_figures
 
@@ -123,7 +123,11 @@ def table(runs: Sequence[RunAndRecord], title: str) -> str:
         f"! {shown(directory.path.name)}: {what}" for directory, record in runs if (what := what_broke_it(record))
     ]
     early = [f"{shown(directory.path.name)}: {words}" for directory, record in runs if (words := _early(record))]
-    return "\n".join([shown(title), *aligned(cells), *broken, *early, verdict([record for _, record in runs]), ""])
+    records = [record for _, record in runs]
+    exact = _comparable(records)
+    tried = sum(map(was_rehearsed, exact))
+    untried = [f"not rehearsed: {len(exact) - tried} of {len(exact)} exact runs"] if tried < len(exact) else []
+    return "\n".join([shown(title), *aligned(cells), *broken, *early, verdict(records), *untried, ""])
 
 
 def aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:

@@ -46,3 +46,9 @@ def guard_figures(record: Mapping[str, Any]) -> str | None:
     parts.append(f"{spent:.2f} s" + (f", {100 * spent / whole:.1f} % of the run" if whole else ""))
     parts += [f"{kind}: {guard[kind]}" for kind in ("resume", "rehearsal", "witness") if guard.get(kind) is not None]
     return "; ".join(parts)
+
+
+def was_rehearsed(record: Mapping[str, Any]) -> bool:
+    """Whether steps of the run were tried elsewhere before it began, with the same bits."""
+    guards = [attempt.get("guard") or {} for attempt in record.get("attempts") or []]
+    return any(str(guard.get("rehearsal", "")).startswith("rehearsed ") for guard in guards)

@@ -12,10 +12,10 @@ from ddp_core.cli import main
 from ddp_core.cli.config import read_config
 from ddp_core.config.options import Asked, NodeRange
 from tests.core.cli.asking import said, understood
-from tests.core.cli.test_options import VALUES, no_folders_in_the_environment
+from tests.core.cli.test_options import VALUES, nothing_in_the_environment
 from tests.support.commands import ddp, trained
 
-__all__ = ["no_folders_in_the_environment"]
+__all__ = ["nothing_in_the_environment"]
 
 TOML = """
 epochs = 3

@@ -29,7 +29,7 @@ VALUES = {
     "only_steps": 2,
     "miniature": True,
     "noted_in": "notes",
-    "rehearsal": "on",
+    "rehearsal": "off",
     "layout": "ddp",
     "device": "cpu",
     "nproc_per_node": 4,
@@ -67,9 +67,9 @@ VALUES = {
 
 
 @pytest.fixture(autouse=True)
-def no_folders_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The image sets these variables, which count as given."""
-    for name in ("DDP_OUTPUT", "DDP_DATA"):
+def nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image and these tests set variables, which count as given."""
+    for name in ("DDP_OUTPUT", "DDP_DATA", "DDP_REHEARSAL"):
         monkeypatch.delenv(name, raising=False)
 
 
