@@ -196,8 +196,6 @@ def _train(
                     stop=stop,
                     broken=record.mark_broken,
                     has_random_data=record.is_random,
-                    # Data that are known to be random are not read again.
-                    on_random_data=None if record.is_random else record.take_random_data,
                     rehearser=training.enter_context(
                         closing(FreshProcess(request, directory, collectives.device, kept.seconds))
                     ),

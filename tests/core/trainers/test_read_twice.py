@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from ddp_core.trainers.read_twice import ReadTwice
 from torch import Tensor
 
 from ddp_core.config.cut import BatchCut
@@ -14,7 +15,6 @@ from ddp_core.config.layout import Layout
 from ddp_core.data.loader import Loader
 from ddp_core.data.splits import InMemory
 from ddp_core.trainers.batches import Batches
-from ddp_core.trainers.read_twice import ReadTwice
 
 EXPERIMENT = Experiment(name="rows", global_batch_size=8, micro_batch=4, epochs=2)
 
