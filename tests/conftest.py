@@ -26,6 +26,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Some experiments ask for portable numerics, which need these variables before torch is loaded. The fork server has
 # loaded it before `ddp` runs, so they are set here, too.
 os.environ.update(LIMITS)
+# A rehearsal takes seconds; the tests of it ask for it.
+os.environ["DDP_REHEARSAL"] = "off"
 
 # Each run asks git which commit it trains, unless an image has said so: here it is asked once for all.
 if "DDP_GIT_COMMIT" not in os.environ and (commit := describe_code()["commit"]) is not None:

@@ -273,8 +273,8 @@ class GuardOptions(Frozen):
         "what it would only warn of ends the run.",
     )
     rehearsal: Annotated[Literal["off", "on"], CommandLine(variable="DDP_REHEARSAL")] = Field(
-        default="off",
-        description="on: repeat steps elsewhere and compare all bits. Before the run, two epochs cut to five steps are "
+        default="on",
+        description="Repeat steps elsewhere and compare all bits: before the run, two epochs cut to five steps are "
         "trained in one process, and on the layout asked for, where they are killed and resumed, unless that was done "
         "before; and before the run is completed, the steps after one of its checkpoints are trained again.",
     )

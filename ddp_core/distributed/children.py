@@ -31,6 +31,8 @@ for _ in 1 2 3 4 5 6 7 8 9 10; do
     sleep 0.5
 done
 """
+_VARIABLES = {"DDP_REHEARSAL": "off"}
+"""A child's training is compared with another one already."""
 _SPEAKERS = ("ddp: error: ", "ddp: stopped: ")
 
 
@@ -92,7 +94,7 @@ class Children:
 
         `how`: further arguments of subprocess.Popen.
         """
-        how = {"stdin": subprocess.DEVNULL, "env": {**os.environ, "TMPDIR": str(self.folder)}, **how}
+        how = {"stdin": subprocess.DEVNULL, "env": {**os.environ, **_VARIABLES, "TMPDIR": str(self.folder)}, **how}
         process = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent, **how)
         self._living.append(process)
         self._tell()

@@ -44,6 +44,8 @@ class Moment:
     """The run directory."""
     is_evaluated: bool = False
     """Whether `evaluation` is of just this epoch, in `on_epoch`; the experiment says after which epochs one is due."""
+    rehearsal: bool = False
+    """Whether this is no run, but its steps tried elsewhere: what is written into `directory` is thrown away."""
     _stop: Callable[[str], None] = field(default=_told_to_nobody, repr=False, compare=False)
 
     @property

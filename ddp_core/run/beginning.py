@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -59,15 +58,12 @@ class Kept:
     """The user's code, once the model was built twice and the metrics were tried, which comes out the same again."""
     run: ChosenRun | None = None
     usage: Usage | None = None
-    seconds: float = 0.0
-    """How long a process takes to build everything that has nothing yet."""
 
     def prepare(self, request: Request) -> None:
         """Do before there is a group what needs none, so that the others need not wait for it. Raises UserError.
 
         The model is dropped. Metrics that cannot be tried on the CPU are tried in the group.
         """
-        began = time.perf_counter()
         device = torch.device("cpu")
         with _kernels(request):
             parts = build_parts(request.loaded, Path(request.options.data_dir), device)
@@ -78,7 +74,6 @@ class Kept:
         if request.layout.device == device.type:
             self.usage = Usage(device)
             self.usage.start()
-        self.seconds = time.perf_counter() - began
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ddp_core.base.beneath import read_file
-from ddp_core.base.errors import UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import make_directory, replace_file
 from ddp_core.base.fingerprint import fingerprint
 from ddp_core.config.cut import BatchCut
@@ -87,6 +87,8 @@ def _compared(mini: Miniature, layout: Layout, folder: Path) -> Testimony | None
         single = alone.wait(LIMIT)
     if not single.sums[0]:
         return Testimony("not rehearsed: the miniature has noted no step")
+    if not single.code and asked.code == ExitCode.BAD_INPUT and max(asked.sums[0], default=0) >= mini.killed_after > 0:
+        return Testimony(f"a resume would not continue this run: {asked.said}", differs=True)
     for what, each in (("on one process", single), (f"on {layout.label}", asked)):
         if each.code:
             return Testimony(f"not rehearsed: the miniature {what} ended with {each.code}: {each.said}")

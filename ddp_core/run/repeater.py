@@ -41,7 +41,8 @@ def vouched_for(request: Request, rehearses: bool) -> Iterator[Request]:
     Raises UserError (2) where the rehearsal has met other bits, unless the run shall go on all the same.
     """
     options = request.options
-    if options.rehearsal == "off" or options.reduction != "exact" or request.evaluated is not None or request.is_tried:
+    is_off = "off" in (options.rehearsal, options.guard) or options.reduction != "exact"
+    if is_off or request.evaluated is not None or request.is_tried:
         yield request
         return
     # Every process that is forked from here on needs it.

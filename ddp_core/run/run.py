@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
@@ -46,7 +45,6 @@ from ddp_core.run.chaining import plan_chain
 from ddp_core.run.evaluating import evaluate_run
 from ddp_core.run.live import LiveRecovery, require_told_once
 from ddp_core.run.memory import predict
-from ddp_core.run.rehearsing import FreshProcess
 from ddp_core.run.repeater import OverSocket
 from ddp_core.run.resuming import (
     by_rank_0,
@@ -146,7 +144,7 @@ def _train(
     `listen` is called where requests to `stop` begin to be heeded. Raises what `run` does, and Regroup where the
     workers have to meet anew.
     """
-    began, kept = time.perf_counter(), Kept() if live is None else live.kept
+    kept = Kept() if live is None else live.kept
     with ExitStack() as stack:
         collectives, console, parts, own_metrics, source, data = stack.enter_context(
             begun(request, world, kept, None if live is None else live.is_left_behind)
@@ -173,7 +171,6 @@ def _train(
                 put_weights(parts.model, origin.weights)  # a chain that begins tells of them
             first_step = start.step if start is not None else held.at.step if held is not None else 0
             heartbeat = Heartbeat(directory.path, world, record.usage)
-            kept.seconds = max(kept.seconds, time.perf_counter() - began)
             with ExitStack() as training:
                 job = Job(
                     experiment=request.loaded.experiment,
@@ -196,9 +193,6 @@ def _train(
                     stop=stop,
                     broken=record.mark_broken,
                     has_random_data=record.is_random,
-                    rehearser=training.enter_context(
-                        closing(FreshProcess(request, directory, collectives.device, kept.seconds))
-                    ),
                     in_miniature=request.is_miniature,
                     noted_in=request.noted_in,
                     witness=OverSocket(directory.path) if world.is_first else None,

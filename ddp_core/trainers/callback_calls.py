@@ -159,6 +159,7 @@ class CallbackCalls(StepObserver):
             rank=self._job.collectives.world.rank,
             directory=directory,
             is_evaluated=is_evaluated,
+            rehearsal=self._job.is_tried,
         )
         with user_code("your callback"):
             for position, callback in self._callbacks:

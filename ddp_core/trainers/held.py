@@ -41,8 +41,6 @@ class HeldState:
     """What the callbacks of rank 0 have been told last, as far as this rank knows."""
     notes: Sequence[Noted] = ()
     """Of the newest steps, for a chain whose file may not have them yet."""
-    rehearsed: str | None = None
-    """What the rehearsal of a resume has found; one is enough for a run."""
 
     @classmethod
     def of(cls, trainer: Trainer) -> Self:
@@ -55,7 +53,6 @@ class HeldState:
             saved_step=trainer.saving.newest_step,
             told=trainer.callbacks.told(),
             notes=() if trainer.chain is None else trainer.chain.notes(),
-            rehearsed=trainer.rehearsal.found,
         )
 
     @property
@@ -80,4 +77,3 @@ class HeldState:
         state.learning_rate = self.learning_rate
         trainer.figures.loss = self.loss
         trainer.callbacks.take_over(self.told, self.loss)
-        trainer.rehearsal.found = self.rehearsed

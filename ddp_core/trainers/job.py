@@ -26,7 +26,6 @@ from ddp_core.observe.step import StepObserver
 from ddp_core.trainers.own_metrics import OwnMetrics
 
 if TYPE_CHECKING:
-    from ddp_core.trainers.rehearsal import Rehearser
     from ddp_core.trainers.witness import Witness
 
 
@@ -69,11 +68,14 @@ class Job:
     """Marks the run's record where the guard goes on after a finding: the step, and what was found (rank 0)."""
     has_random_data: bool = False
     """Whether the data are known to come out differently at each read, so that nothing can be repeated."""
-    rehearser: Rehearser | None = None
-    """Tries a resume in a process of its own (rank 0); None where no other process could build this job."""
     chain: ChainPlan | None = None
     """How the run's chain is kept; None where it has none."""
     makes_room: Callable[[], bool] | None = None
     """Whether all ranks are to leave at the end of the step, to let a new one in; None where none can come."""
     observers: Sequence[StepObserver] = ()
     """Called at the moments of every step, in this order, after the trainer's own observers."""
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether this is no run for its own sake: a trial, a rehearsal or a witness."""
+        return self.in_miniature or self.only_steps is not None

@@ -8,27 +8,30 @@ torchmetrics does with those of ranks. torchmetrics itself sends nothing: it wou
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ddp_core.base.digests import checksum
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import generators_kept
 from ddp_core.base.user_code import user_code
 from ddp_core.data.trees import map_tensors, tensors_of
 from ddp_core.distributed.process_group import Collectives
-from ddp_core.trainers.attributes import plain_attributes
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
 _ACROSS_BATCHES = {"Running": "the last few batches", "MinMaxMetric": "all evaluations until now"}
 """Metrics whose figures follow from how they were called before, and over what they look."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor)
+_TORCHS = vars(nn.Module())
+"""Attributes that torch keeps itself."""
 _SAME = 1e-3
 """How far, relatively, figures of a few samples may be apart that were added up in another sequence."""
 _WAY_OUT = "write a function that returns sums, with a `finish`, in its place"
@@ -121,7 +124,7 @@ class MetricStates:
             for state, reduction in part._reductions.items():
                 reductions[place, state] = _reduction(name, part, state, reduction)
                 states[place, state] = map_tensors(lambda tensor: tensor.detach().clone(), getattr(part, state))
-            others = plain_attributes(part, besides={*part._reductions, "_update_count"})
+            others = _plain_attributes(part, besides={*part._reductions, "_update_count"})
             attributes |= {f"{place}.{key}".lstrip("."): text for key, text in others}
         if not states:
             raise _refusal(name, metric, "it has no state (add_state) that could be")
@@ -158,6 +161,15 @@ def _parts(metric: Metric) -> Iterator[tuple[str, Metric]]:
     for place, part in metric.named_modules():
         if isinstance(part, Metric):
             yield place, part
+
+
+def _plain_attributes(part: Metric, besides: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Names of attributes that are numbers, words or tensors, or lists of these, and texts that tell their values."""
+    for name, value in vars(part).items():
+        values = value if isinstance(value, list | tuple) else [value]
+        if name not in besides and name not in _TORCHS and all(isinstance(each, _PLAIN) for each in values):
+            texts = [checksum(each) if isinstance(each, Tensor) else repr(each) for each in values]
+            yield name, texts[0] if values is not value and texts else str(texts)
 
 
 def _require_no_history(name: str, part: Metric) -> None:

@@ -170,12 +170,15 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned for all ranks; in the place of tensors there may be whole CutTensors."""
-        self.ownership.load_weights(state["model"])
-        self.ownership.load_state(state["optimizer"])
+        with user_code("your model"):
+            self.ownership.load_weights(state["model"])
+        with user_code("your optimizer"):
+            self.ownership.load_state(state["optimizer"])
         for name in ("scaler", "schedule", "average"):
             part = getattr(self, name)
             if part is not None and state.get(name) is not None:
-                part.load_state_dict(whole_tensors(state[name]))
+                with user_code(f"your {name}"):
+                    part.load_state_dict(whole_tensors(state[name]))
         with user_code("your callback"):
             for name, callback in self._named_callbacks():
                 if name in state.get("callbacks", {}):

@@ -38,7 +38,6 @@ from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.noting import StepNotes
 from ddp_core.trainers.passes import Passes, WeightUpdate, require_scalable
-from ddp_core.trainers.rehearsal import ResumeRehearsal
 from ddp_core.trainers.step_chain import StepChain
 from ddp_core.trainers.step_losses import (
     BufferCopies,
@@ -116,12 +115,12 @@ class Trainer(ABC):
         copies = [self._copies] if self._copies is not None else []
         self.callbacks = CallbackCalls(job, self.state)
         called = [self.callbacks] if self.callbacks.has_any else []
-        self.guard = self.checks = Guard(self)
-        self.rehearsal, self.witnessed = ResumeRehearsal(self), Witnessed(self)
+        self.guard = Guard(self)
+        self.witnessed = Witnessed(self)  # it asks the guard
         notes: list[StepNotes] = []
         if job.noted_in is not None:
             notes = [StepNotes(self.state, job.layout.saves_in_parts, job.in_miniature, job.noted_in, world.rank)]
-        ours = [self.clock, self.saving, self.rehearsal, self.figures, *copies, *called]
+        ours = [self.clock, self.saving, self.figures, *copies, *called]
         self.chain = None if job.chain is None else StepChain(self, job.chain)
         # After the callbacks, which may change weights.
         chained = [self.chain] if self.chain is not None else []
@@ -396,11 +395,10 @@ class Trainer(ABC):
         self.figures.gradients_done(batch, reports)
         if self.chain is not None:
             self.chain.gradients_done(batch, reports)
-        self.rehearsal.after_step(batch)  # one in the background is judged before the run ends
 
     def evaluate(self) -> dict[str, Any]:
         """The figures over the held-out samples, `ema_` before those of averaged weights; the same on every layout."""
-        batches = TRIED_BATCHES if self.job.in_miniature or self.job.only_steps is not None else None
+        batches = TRIED_BATCHES if self.job.is_tried else None
         figures = self._figures_of(self.model, batches)
         if self.state.average is not None:
             averaged = self._figures_of(self.state.average.module, batches)

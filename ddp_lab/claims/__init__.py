@@ -7,6 +7,7 @@ starts with the claim's number, and nothing else has to be registered.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 
@@ -14,4 +15,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what articles say about DP and DDP, and judge it."""
     from ddp_lab.claims.framework.command import main as command
 
+    # What is measured here is the training alone.
+    os.environ.setdefault("DDP_REHEARSAL", "off")
     return command(arguments)

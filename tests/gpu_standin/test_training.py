@@ -7,7 +7,7 @@ import io
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +21,6 @@ from ddp_core.checkpoint.ranks import Ranks
 from ddp_core.config.layout import SHARD_MODES, Layout
 from ddp_core.distributed.process_group import local_device, process_group
 from ddp_core.distributed.world import World, free_port
-from ddp_core.record.directory import RunDirectory
-from ddp_core.run.rehearsing import FreshProcess
 from tests.core.trainers.test_trainers import (
     batch_norm_and_dropout,
     digests,
@@ -38,7 +36,6 @@ from tests.gpu.test_steps import GREEDY
 from tests.gpu_standin.playing import on_devices, ranks_on_devices
 from tests.support.commands import ddp, trained
 from tests.support.standin_cuda import NAME, environment
-from tests.support.standin_cuda.world import WORLD
 
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -220,19 +217,3 @@ def test_what_nccl_cannot_do_is_refused(tmp_path: Path) -> None:
     ended = ddp("train", "toy_mlp", *words, env=environment(1))
     assert ended.code == ExitCode.RESOURCES, ended.errors
     assert "nccl needs a GPU for each rank" in ended.errors
-
-
-def _room_for_a_rehearsal(folder: Path) -> list[str | None]:
-    """What is said of the memory for a second job: while the device has enough, and when it has not."""
-    device = torch.device("cuda", 0)
-    state = finished(experiment(), device=device).state
-    process = FreshProcess(cast(Any, None), RunDirectory(folder), device, 0.0)
-    found = [process.no_room(state)]
-    WORLD.bytes_each = 2**20
-    return [*found, process.no_room(state)]
-
-
-def test_a_rehearsal_needs_memory_on_the_device(tmp_path: Path) -> None:
-    enough, too_little = on_devices(1, _room_for_a_rehearsal, tmp_path)
-    assert enough is None
-    assert "on the GPU, and 0.0 GiB are free" in too_little

@@ -1,6 +1,6 @@
 """`ddp`, whose own processes are forks that have torch already, not new interpreters.
 
-These are the trainings of `verify`, `verify-layouts` and `rehearse`, and the process that rehearses a resume.
+These are the trainings of `verify`, `verify-layouts` and `rehearse`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ddp_core import cli
 from ddp_core.cli import training
 from ddp_core.distributed import children
-from ddp_core.run import rehearsing, resumed_step
 
 
 def main(words: Sequence[str]) -> int:
     """Run the command, in a process that `tests.support.commands.ddp` has started."""
     children.Children.ddp = _run_ddp  # type: ignore[method-assign]
     training.start_ddp = _StartedFork  # type: ignore[assignment, misc]
-    rehearsing.start_interpreter = _start_fork  # type: ignore[assignment]
     return cli.main(words)
 
 
@@ -78,25 +75,3 @@ def _become(words: list[str], variables: dict[str, str], is_quiet: bool) -> None
     if is_quiet:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(cli.main(words))
-
-
-class _start_fork:
-    """A fork in the place of a fresh interpreter, with the methods of subprocess.Popen that are used."""
-
-    def __init__(self, folder: Path) -> None:
-        self._child = multiprocessing.get_context("fork").Process(target=_rehearse, args=(folder,))
-        self._child.start()
-        self.kill = self._child.kill
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """The exit code; raises subprocess.TimeoutExpired."""
-        self._child.join(timeout)
-        if self._child.exitcode is None:
-            raise subprocess.TimeoutExpired("rehearsal", timeout or 0.0)
-        return self._child.exitcode
-
-
-def _rehearse(folder: Path) -> None:
-    for number in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-    sys.exit(resumed_step.main(folder))
