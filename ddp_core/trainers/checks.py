@@ -116,8 +116,9 @@ def other_state(found: str, step: int, so: str) -> UserError:
 
 def replicated(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """What every rank has a copy of, by names that a message can tell, in one sequence on all ranks."""
-    yield from state.ownership.replicated()
+    # What differs first is named: here the cause, where weights follow from it.
     yield from group_numbers(state.optimizer.param_groups, "optimizer group ")
+    yield from state.ownership.replicated()
     if state.average is not None:
         for name, value in state.average.module.state_dict().items():
             if isinstance(value, Tensor):

@@ -59,10 +59,9 @@ class Witnessed(StepObserver):
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._job, self._guard = trainer, trainer.job, trainer.guard
-        self._is_first = trainer.job.collectives.world.is_first
-        self._is_wanted = trainer.job.options.rehearsal == "on" and trainer.job.only_steps is None
-        self._is_wanted = self._is_wanted and not trainer.job.has_random_data
+        self._trainer, self._job, self._guard = trainer, (job := trainer.job), trainer.guard
+        self._is_first = job.collectives.world.is_first
+        self._is_wanted = job.options.rehearsal == "on" and not job.is_tried and not job.has_random_data
         self._waits = trainer.guard.mode == "strict" or trainer.device.type == "cuda"
         self._noted: dict[int, dict[int, Sums]] = {}
         """By the step of the checkpoint (rank 0): what the steps after it have made, by their numbers."""
