@@ -242,8 +242,8 @@ def trainer_turn(
 ) -> Seconds:
     """One run of `Trainer.train` with everything on that a real run has, but for the guard.
 
-    That is metrics, log, progress bar, heartbeat, check for NaN, stop request and checkpoints. The guard computes again
-    in the first steps of a run, and a turn has few others: `benchmarks.guard` measures it over whole runs. `step` and
+    That is metrics, log, progress bar, heartbeat, check for NaN, stop request and checkpoints. The guard compares
+    ranks in a run's first steps, and a turn has few others: `benchmarks.guard` measures it over whole runs. `step` and
     `cpu` are from the first step's end to the last one's; `run` is all of `train`, with the first step and the digest
     and checkpoint at the epoch's end, until they are on disk.
     """

@@ -264,7 +264,7 @@ def costs() -> str:
         **_parts_between_nodes(),
         "`--shard parameters` of FSDP2 over gloo, which sends 4/3 as much there": span(_of_fsdp2(fully_sharded)),
         "the same, of FSDP2 with an all-to-all, which sends as much": span([*map(of_fair, fully_sharded)]),
-        "the guard, which computes some micro-batches twice, of a run": f"{span(guard, 1)} %",
+        "the guard, which compares what ranks have, of a run": f"{span(guard, 1)} %",
     }
     return _table(["", "time"], rows.items())
 

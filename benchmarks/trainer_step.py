@@ -7,7 +7,7 @@ same round, as the median over the rounds. For a machine that others disturb the
 turns, and that of the processor's time. The bare loop is that of source 003; others do step by step what makes ours
 quicker, with torch's own means, and the target is for the ratio to the fastest of them. Ours is the real
 `Trainer.train()` with metrics, log, progress bar, heartbeat, check for NaN, stop request and checkpoint schedule on.
-The guard is off: it computes again in the first steps of a run, of which a turn has too many, and `benchmarks.guard`
+The guard is off: it compares ranks in the first steps of a run, of which a turn has too many, and `benchmarks.guard`
 measures it over whole runs. The peers run with as little as possible, and are measured where they are installed:
 pip install -e '.[peers]'.
 """

@@ -1,10 +1,8 @@
-"""How much memory is free, on the host and on a device."""
+"""How much memory is free on the host."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-import torch
 
 
 def free_memory() -> tuple[int | None, int]:
@@ -23,11 +21,3 @@ def free_memory() -> tuple[int | None, int]:
     except (OSError, ValueError):  # no container, or no limit
         pass
     return free, total
-
-
-def free_on(device: torch.device) -> float:
-    """The bytes that are free where the device's tensors are; infinity where nobody knows."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    free, _ = free_memory()
-    return float("inf") if free is None else float(free)

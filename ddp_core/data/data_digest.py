@@ -154,11 +154,6 @@ def _of_parts(digest_of: str, parts: Mapping[str, str], sampled: bool) -> DataDi
     return DataDigest(sha256, digest_of, parts, sampled)
 
 
-def unsteady(finding: str) -> DataDigest:
-    """The digest of a data set of which training has found that it differs from one read to the next, in words."""
-    return DataDigest(None, f"{_UNSTEADY} ({finding})")
-
-
 def changed_at(before: DataDigest, now: DataDigest) -> str | None:
     """Where two digests differ, in words; None where they are the same, or where one of them means nothing."""
     if before.sha256 == now.sha256 or before.sha256 is None or now.sha256 is None:

@@ -39,12 +39,9 @@ def guard_figures(record: Mapping[str, Any]) -> str | None:
     if guard["mode"] == "off":
         return "off"
     parts = [guard["mode"]]
-    if (checks := guard.get("checks")) is not None:
-        every = guard.get("every")
-        parts.append(f"micro-batches computed again: {checks}" + (f", every {every} steps at last" if every else ""))
     spent, whole = sum(guard.get("seconds", {}).values()), (record.get("result") or {}).get("seconds")
     parts.append(f"{spent:.2f} s" + (f", {100 * spent / whole:.1f} % of the run" if whole else ""))
-    parts += [f"{kind}: {guard[kind]}" for kind in ("resume", "rehearsal", "witness") if guard.get(kind) is not None]
+    parts += [f"{kind}: {guard[kind]}" for kind in ("rehearsal", "witness") if guard.get(kind) is not None]
     return "; ".join(parts)
 
 

@@ -20,7 +20,7 @@ from ddp_core.observe.heartbeat import slowest
 from ddp_core.observe.metrics import each_record, readable
 from ddp_core.observe.usage import RankTotals, Totals, of_all
 from ddp_core.trainers import Trainer
-from ddp_core.trainers.same_state import other_state, replicated
+from ddp_core.trainers.checks import other_state, replicated
 
 _FEW_PARAMETERS = 16
 
@@ -59,7 +59,7 @@ def gather_ends(trainer: Trainer, speed: dict[str, float], usage: RankTotals) ->
         found = first_difference(collectives.gather, replicated(state))
         with trainer.guard.check("same state", state.step):
             what = found or "the state_dict is not the same on all ranks"
-            raise other_state(what, f"after step {state.step}", "the run has no result")
+            raise other_state(what, state.step, "the run has no result")
     optimizer = optimizer_digest(whole) if world.is_first and whole is not None else None
     totals, slow = of_all([part[2] for part in parts]), slowest([part[1] for part in parts])
     return Ends(ends[0][0], average, weights or {}, optimizer, totals, slow)

@@ -101,9 +101,8 @@ class RecordedGuard(TypedDict):
     """What the guard of an attempt did."""
 
     mode: NotRequired[str]
-    checks: NotRequired[Count | None]
-    every: NotRequired[Count | None]
-    resume: NotRequired[str | None]
+    rehearsal: NotRequired[str | None]
+    witness: NotRequired[str | None]
     seconds: NotRequired[dict[str, float]]
 
 

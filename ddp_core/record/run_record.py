@@ -19,7 +19,7 @@ from ddp_core.base.silent_ends import no_silent_end
 from ddp_core.base.user_code import no_way_out
 from ddp_core.checkpoint import Fence, Superseded
 from ddp_core.config.experiment import Component
-from ddp_core.data.data_digest import DataDigest, changed_at, unsteady
+from ddp_core.data.data_digest import DataDigest, changed_at
 from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Stopped
@@ -31,7 +31,7 @@ from ddp_core.observe.chain import ChainFile
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
 from ddp_core.record.continuing import continue_command, differing, in_words, kept_length
-from ddp_core.record.data import fields_of, keep_digest, recorded_digest
+from ddp_core.record.data import keep_digest, recorded_digest
 from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
 from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import describe_environment
@@ -176,12 +176,6 @@ class RunRecord:
     def is_random(self) -> bool:
         """Whether the data are known to differ from one read to the next; the same on every rank of a new run."""
         return self.origin.data.sha256 is None
-
-    def take_random_data(self, finding: str) -> None:
-        """Record that training has met data that differ from one read to the next (rank 0)."""
-        assert self.fence is not None
-        with self.fence.holding():
-            self.directory.update(**fields_of(unsteady(finding)))
 
     @contextlib.contextmanager
     def outcome(self) -> Iterator[None]:

@@ -193,8 +193,6 @@ def _train(
                     stop=stop,
                     broken=record.mark_broken,
                     has_random_data=record.is_random,
-                    # Data that are known to be random are not read again.
-                    on_random_data=None if record.is_random else record.take_random_data,
                     in_miniature=request.is_miniature,
                     noted_in=request.noted_in,
                     witness=OverSocket(directory.path) if world.is_first else None,

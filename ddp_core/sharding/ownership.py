@@ -30,8 +30,6 @@ class Ownership(ABC):
     optimizer: torch.optim.Optimizer
     has_whole_weights = True
     """Whether this process has all weights; else every forward gathers them, so all ranks must run as many."""
-    owns_alone = False
-    """Whether ranks have something that no other rank has a copy of."""
 
     @property
     def trained(self) -> dict[str, Tensor]:
@@ -44,21 +42,6 @@ class Ownership(ABC):
             for name, tensor in named:
                 if kind == "buffer" or self.has_whole_weights:
                     yield f"{kind} {name}", tensor.detach()
-
-    def owned_alone(self) -> Iterator[tuple[str, Tensor]]:
-        """What no other rank has a copy of, where `owns_alone`, by names that a message can tell."""
-        return iter(())
-
-    def made_by_backward(self) -> dict[str, Tensor]:
-        """The tensors that backward gives gradients to, by the names of the parameters."""
-        return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
-
-    def unsent_pass(self) -> contextlib.AbstractContextManager[None]:
-        """Run forward and backward of any micro-batch inside, between two steps; no gradient is sent.
-
-        A collective where a forward gathers parameters.
-        """
-        return contextlib.nullcontext()
 
     def forward_alone(self) -> contextlib.AbstractContextManager[None]:
         """Run a forward without a backward inside. Raises DependsOnLayout where what it writes to weights is lost."""

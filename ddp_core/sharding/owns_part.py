@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_core.base.digests import named_tensors
 from ddp_core.checkpoint import CutTensor
-from ddp_core.checkpoint.queues import without_queues
 from ddp_core.checkpoint.state import replaced
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.flat import in_memory_order, view_in
@@ -33,7 +31,6 @@ class OwnsPart(Ownership):
     `optimizer` must treat each element by itself: raises UserError (2) where it does not (see `require_elementwise`).
     """
 
-    owns_alone = True
     reduction: ExactReduction | PlainRounds
     """Sums the gradients, and gives those of this rank's part to what its optimizer updates."""
     updates: OwnUpdates
@@ -58,15 +55,6 @@ class OwnsPart(Ownership):
     def idle_pass(self) -> contextlib.AbstractContextManager[None]:
         """Run forward and backward of any micro-batch inside; its gradients do not count."""
         return contextlib.nullcontext()
-
-    def owned_alone(self) -> Iterator[tuple[str, Tensor]]:
-        if not self.has_whole_weights:
-            for name, tensor in self.trained.items():
-                yield f"parameter {name}", tensor
-        for each in self.owned:
-            if each.tensor is not None:
-                for entry, value in named_tensors(without_queues(self.optimizer.state.get(each.tensor, {}))):
-                    yield f"the optimizer's {entry} of {each.name}", value
 
     def whole_gradients(self) -> dict[str, Tensor] | None:
         own = {each.name: each.tensor.grad for each in self.owned if each.tensor is not None}

@@ -98,18 +98,6 @@ class Rounds:
         with self._one_pass(counts=False):
             yield
 
-    @contextlib.contextmanager
-    def unsent_pass(self) -> Iterator[None]:
-        """Run forward and backward of any micro-batch inside, between two steps; its gradients are dropped."""
-        for parcel in self._parcels:
-            parcel.is_ready = False
-        try:
-            with self._opened():
-                yield
-        finally:
-            for parcel in self._parcels:
-                parcel.take()
-
     def push(self, statistics: Tensor) -> None:
         """Take the batch-norm statistics of the micro-batch that was run."""
         used = [float(is_used) for of_parcel in self._used for is_used in of_parcel]

@@ -141,15 +141,8 @@ class OwnsRows(OwnsPart):
         """Run forward and backward of any micro-batch inside, with a loss weight of 0."""
         return self._rounds.idle_pass()
 
-    def unsent_pass(self) -> contextlib.AbstractContextManager[None]:
-        assert isinstance(self._rounds, Rounds), "torch's own sums promise nothing that could be checked"
-        return self._rounds.unsent_pass()
-
     def forward_alone(self) -> contextlib.AbstractContextManager[None]:
         return exact_pass(self._gathered) if isinstance(self._rounds, Rounds) else contextlib.nullcontext()
-
-    def made_by_backward(self) -> dict[str, Tensor]:
-        return {name: whole for name, whole in self._gathered.items() if whole.requires_grad}
 
     @property
     def trained(self) -> dict[str, Tensor]:

@@ -25,7 +25,6 @@ from ddp_core.base.digests import checksum
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import MicroBatchSeed, share_of
 from ddp_core.base.torch_internals import foreach_copy_, share_hooks
-from ddp_core.config.cut import MicroBatch
 from ddp_core.data.trees import Batch, map_tensors, tensors_of
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
@@ -34,11 +33,9 @@ from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.trained import TrainedParameters
 from ddp_core.reduction.tree import add_
 from ddp_core.reduction.written_parameters import WrittenParameters
-from ddp_core.trainers.cross_check import Spot
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.keyed_random import KeyedRandom
 from ddp_core.trainers.passes import InPrecision, Passes
-from ddp_core.trainers.repeats import REPLICA
 from ddp_core.trainers.trainer import Trainer
 
 _SETTINGS = (bool, int, float, str, type(None))
@@ -72,7 +69,7 @@ class DataParallelTrainer(Trainer):
         for replica in others:
             replica.copy_from(self.model)
         # A state that is compared on other layouts after this step.
-        by_values = self.exact and self.checks.compares_after(batch.step + 1)
+        by_values = self.exact and self.guard.compares_after(batch.step + 1)
         if self.exact:
             first.begin(by_values)
             for replica in others:
@@ -95,12 +92,6 @@ class DataParallelTrainer(Trainer):
                 self.losses.put(index, loss.to(self.device, non_blocking=True))
         self.send_losses(batch)
         self._reduce()
-
-    def spots(self) -> list[Spot]:
-        """The replicas; on the CPU their threads run on one device."""
-        for replica in self.replicas[1:]:
-            replica.copy_from(self.model)
-        return [replica.spot for replica in self.replicas]
 
     def retrain(self) -> None:
         """Let all replicas train what the first one does."""
@@ -188,22 +179,6 @@ class _Replica:
         self.gradients: list[Tensor | None] = []
         self.thread = one_thread(f"replica-{number}", device)
 
-    @property
-    def spot(self) -> Spot:
-        """This replica, as the cross-check knows it."""
-        return Spot(
-            f"{REPLICA}{self.number}, {self.device}",
-            self.module,
-            lambda: {name: each for name, each in self.module.named_parameters() if each.requires_grad},
-            self.run_again,
-            lambda function: self.thread.submit(function).result(),
-        )
-
-    def run_again(self, batch: StepBatch, part: MicroBatch, data: Batch) -> Tensor:
-        """Run forward and backward of any micro-batch; returns the loss."""
-        with self._turn:
-            return self._run(batch.step, part.index, data, self.passes.loss_weight(batch.samples).to(self.device))
-
     def _run(self, step: int, index: int, data: Batch, weight: Tensor) -> Tensor:
         with self.random.micro_batch(step, index):
             loss = self.passes.loss(self.module, *data)
@@ -256,7 +231,7 @@ class _Replica:
         losses = []
         for part, data in zip(share.micro_batches, share.tensors, strict=True):
             # The turn lasts to the end of backward, which uses the generator where it computes activations again.
-            with self._turn, trainer.checks.watched(part.index, self.number):
+            with self._turn:
                 losses.append((part.index, self._run(share.step, part.index, data, weight)))
             if trainer.exact:
                 self.tree.push(take_gradients(self.parameters))

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_core.base.torch_internals import foreach_copy_, keep_static_graph_from_reducing
-from ddp_core.config.cut import MicroBatch
-from ddp_core.data.trees import Batch
+from ddp_core.base.torch_internals import foreach_copy_
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.flat import flat_groups
@@ -83,12 +81,6 @@ class DistributedTrainer(Trainer):
             self.join_empty_handed(batch)
         self.join_last_round(batch)
         self.reduction.finish()
-
-    def run_again(self, batch: StepBatch, part: MicroBatch, data: Batch) -> Tensor:
-        """Run forward and backward of any micro-batch on the model itself, without DistributedDataParallel."""
-        if isinstance(self.module, DistributedDataParallel) and self.module.static_graph:
-            keep_static_graph_from_reducing(self.module)
-        return super().run_again(batch, part, data)
 
     def join_last_round(self, batch: StepBatch) -> None:
         """Take part in what other ranks still do for the step; overridden where all ranks must."""

@@ -67,9 +67,7 @@ class Job:
     broken: Callable[[int, str], None] | None = None
     """Marks the run's record where the guard goes on after a finding: the step, and what was found (rank 0)."""
     has_random_data: bool = False
-    """Whether the data are known to come out differently at each read, so that nothing can be computed again."""
-    on_random_data: Callable[[str], None] | None = None
-    """Takes what came out differently where samples are read a second time (rank 0); None: they are not read again."""
+    """Whether the data are known to come out differently at each read, so that nothing can be repeated."""
     chain: ChainPlan | None = None
     """How the run's chain is kept; None where it has none."""
     makes_room: Callable[[], bool] | None = None

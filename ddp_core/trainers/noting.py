@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,19 @@ from ddp_core.trainers.train_state import TrainState
 
 Sums = Mapping[str, str]
 """A checksum for each tensor and each number of the state, by its dotted name."""
+_PLAIN = (bool, int, float, complex, str, list, tuple)
 
 
-def state_sums(state: TrainState, in_parts: bool, is_first: bool) -> Sums | None:
+def state_sums(state: TrainState, in_parts: bool, is_first: bool, in_miniature: bool = False) -> Sums | None:
     """Checksums of weights, buffers, averages, optimizer (also its plain numbers), schedule, callbacks and position.
 
     A collective where something is cut among ranks; None on all ranks but the first. Left out are how long training
-    took, and evaluations, which are made of fewer samples where steps are repeated.
+    took, and evaluations unless `in_miniature`: elsewhere, they are made of fewer samples where steps are repeated.
     """
     whole = state.ownership.whole_on_first(state.state_dict(in_parts))
     if whole is None or not is_first:
         return None
-    left_out = ("trained_", "evaluation", "best")
+    left_out = ("trained_",) if in_miniature else ("trained_", "evaluation", "best")
     position = {name: value for name, value in whole["position"].items() if not name.startswith(left_out)}
     return {name: checksum(each) for name, each in named_tensors({**whole, "position": position})}
 
@@ -38,30 +39,28 @@ class StepNotes(StepObserver):
     that are called on rank 0 alone have kept nothing elsewhere.
     """
 
-    def __init__(self, state: TrainState, in_parts: bool, file: Path, rank: int) -> None:
-        self._state, self._in_parts, self._is_first = state, in_parts, rank == 0
+    def __init__(self, state: TrainState, in_parts: bool, in_miniature: bool, file: Path, rank: int) -> None:
+        self._state, self._in_parts, self._in_miniature, self._is_first = state, in_parts, in_miniature, rank == 0
         alone = [name for name, callback in state.named_callbacks() if callback.ranks == "first" and rank > 0]
         self._left_out = tuple(f"callbacks.{name}." for name in alone)
         self._file = _of_rank(file, rank).open("a", encoding="utf-8")
 
     def after_step(self, batch: StepBatch) -> None:
         has_all = self._is_first or self._state.ownership.has_whole_weights
-        sums = state_sums(self._state, self._in_parts, has_all)
+        sums = state_sums(self._state, self._in_parts, has_all, self._in_miniature)
         if sums is None:
-            sums = _numbers(self._state.optimizer.param_groups)
+            numbers = group_numbers(self._state.optimizer.param_groups, "optimizer.param_groups.")
+            sums = {name: checksum(each) for name, each in numbers}
         sums = {name: each for name, each in sums.items() if not name.startswith(self._left_out)}
         self._file.write(json.dumps([self._state.step, sums]) + "\n")
         self._file.flush()
 
 
-def _numbers(param_groups: Sequence[Mapping[str, Any]]) -> Sums:
-    """The plain numbers of an optimizer's groups, named and summed as in `state_sums`."""
-    groups = [
-        {name: value for name, value in group.items() if name != "params" and not isinstance(value, Tensor)}
-        for group in param_groups
-    ]
-    tree = {"optimizer": {"param_groups": groups}}
-    return {name: checksum(each) for name, each in named_tensors(tree)}
+def group_numbers(groups: Sequence[Mapping[str, Any]], start: str) -> Iterator[tuple[str, Tensor]]:
+    """The plain numbers and words of an optimizer's groups, as tensors whose names begin with `start`."""
+    for number, group in enumerate(groups):
+        plain = {name: value for name, value in group.items() if name != "params" and isinstance(value, _PLAIN)}
+        yield from ((f"{start}{number}.{name}", each) for name, each in named_tensors(plain))
 
 
 def _of_rank(file: Path, rank: int) -> Path:

@@ -13,17 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.memory import free_on
 from ddp_core.observe.step import StepBatch
-from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.trained import TrainedParameters, describe_changes
-from ddp_core.reduction.written_parameters import WrittenParameters
 from ddp_core.sharding import OwnsPart, Sharding
 from ddp_core.trainers.distributed import DistributedTrainer
-from ddp_core.trainers.repeats import Computed
-
-_COPIES = 4
-"""Of all weights must fit into the free memory: a gradient, and as much again for what forward keeps, with a margin."""
 
 
 class ShardedTrainer(DistributedTrainer):
@@ -38,7 +31,6 @@ class ShardedTrainer(DistributedTrainer):
         state, group, sharding = self.state, dist.group.WORLD, Sharding.of(self.job.layout)
         assert group is not None
         self.module = self.model
-        whole = self.pass_before_the_cut()
         state.optimizer.register_step_post_hook(lambda *_: self.clock.lap("optimizer"))
         node = self.job.collectives.world.node_rank
         self.owned: OwnsPart = sharding.cut(
@@ -54,50 +46,6 @@ class ShardedTrainer(DistributedTrainer):
 
             self.passes.scaler = state.scaler = ShardedGradScaler(self.device.type)
             state.optimizer.register_step_pre_hook(_as_fused_optimizers_read_it)
-        if whole is not None:
-            with self.guard.check("before and after the cut", 0):
-                try:
-                    now = self.computed(0, 0)
-                except DependsOnLayout as error:
-                    raise UserError(f"{self.where}: {error}") from None
-                self.require_same_pass(whole, now)
-
-    @property
-    def can_compare(self) -> bool:
-        """Whether a pass before the cut can be compared with one after it, the same on every rank."""
-        if self.checks.cross_check is None:
-            return False
-        weights = sum(each.numel() * each.element_size() for each in self.model.parameters())
-        has_room = free_on(self.device) > _COPIES * weights
-        if not all(self.job.collectives.gather(has_room)):
-            self.guard.figures["not compared before and after the cut"] = "not enough memory for a whole gradient"
-            return False
-        return True
-
-    def pass_before_the_cut(self) -> Computed | None:
-        """What the first micro-batch gives; None where it raises or writes to weights, or is not compared."""
-        if not self.can_compare:
-            return None
-        try:
-            self.model.train()
-            written = WrittenParameters(self.model)
-            found: Computed | None = self.computed(0, 0)
-            written.refuse_changes(is_last=True)
-            if written.written:
-                found = None  # the pass after the cut would begin with other weights; training refuses what does harm
-        except Exception:  # training meets it, too, and says in which step
-            found = None
-        return found if None not in self.job.collectives.gather(found) else None
-
-    def require_same_pass(self, whole: Computed, now: Computed) -> None:
-        """Raise UserError (2), on every rank, where the model computes something else since its state is cut."""
-        found = next(filter(None, self.job.collectives.gather(whole.difference(now))), None)
-        if found is not None:
-            raise UserError(
-                f"{found} has other bits since --shard {self.job.layout.shard} has cut the model: the model asks "
-                "whether it is cut, or a hook or a closure leads to parameters that were replaced; leave --shard out, "
-                "or use one that cuts less"
-            )
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward and backward of this rank's micro-batches, in which it also sends gradients."""

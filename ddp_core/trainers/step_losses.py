@@ -19,8 +19,6 @@ from ddp_core.trainers.train_state import TrainState
 
 _JOINED = 1024.0
 """Sent in the place of a request to stop, which is 0 or 1, to ask whether every rank joins."""
-_CHANGED = 2.0**-12
-"""Added to it on a rank whose weights were changed since the last update: room for some thousand ranks."""
 
 
 class StepLosses:
@@ -38,11 +36,7 @@ class StepLosses:
         self._collectives = collectives
         self._micro_batches = micro_batches
         self._by_micro_batch: dict[int, Tensor] = {}
-        self.newest_own: dict[int, Tensor] = {}
-        """The losses of this process's micro-batches in the step that was sent last."""
         self._stop = False
-        self.changed_on = 0
-        """On how many ranks weights were changed before the step just received."""
         self._requests: Tensor | None = None
         self._sums: list[dist.Work] = []
         # On CUDA, the end of the last step's gradients.
@@ -54,14 +48,13 @@ class StepLosses:
         """Take the loss of one micro-batch, summed over its samples."""
         self._by_micro_batch[micro_batch] = loss
 
-    def send(self, batch: StepBatch, stop: bool, changed: bool = False) -> None:
+    def send(self, batch: StepBatch, stop: bool) -> None:
         """Start the sums of a step; call this once per step on every rank, after its last forward.
 
-        `stop` says whether this rank was asked to stop, `changed` whether its weights were changed since the last
-        update.
+        `stop` says whether this rank was asked to stop.
         """
         self._stop = stop
-        self.newest_own = own = self._by_micro_batch
+        own = self._by_micro_batch
         self._by_micro_batch = {}
         if self._collectives.world.world_size == 1:
             self._unread.append((batch.step, batch.samples, list(own), torch.stack(list(own.values()))))
@@ -72,8 +65,7 @@ class StepLosses:
         for micro_batch, loss in own.items():
             vector[micro_batch] = loss
         self._requests = vector[-1:] if device.type == "cpu" else torch.zeros(1, dtype=torch.float64)
-        if stop or changed:
-            self._requests.fill_(stop + changed * _CHANGED)
+        self._requests.fill_(stop)
         sent = [vector] if device.type == "cpu" else [self._requests, vector]
         begun = [self._collectives.start_sum(tensor) for tensor in sent]
         self._sums = [work for work in begun if work is not None]
@@ -114,9 +106,7 @@ class StepLosses:
                 self._collectives.await_event(before)
         if self._requests is None:
             return self._stop
-        stops, changed = divmod(self._requests.item(), 1.0)
-        self.changed_on = round(changed / _CHANGED)
-        return stops > 0
+        return self._requests.item() > 0
 
     @property
     def newest(self) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.base.errors import ExitCode, UserError, nearest_name
+from ddp_core.base.torch_internals import writes_to
 from ddp_core.base.user_code import user_code
 from ddp_core.checkpoint import whole_tensors
 from ddp_core.checkpoint.queues import without_queues
@@ -21,7 +22,6 @@ from ddp_core.model.optimizers import require_saveable
 from ddp_core.observe.callback import Callback
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.sharding import Ownership, OwnsAll
-from ddp_core.trainers.between_updates import BetweenUpdates
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
 
@@ -226,7 +226,8 @@ class Saving(StepObserver):
     def __init__(self, job: Job, state: TrainState, clock: StepClock, steps_per_epoch: int) -> None:
         self._job, self._state, self._clock, self._steps_per_epoch = job, state, clock, steps_per_epoch
         self._every = job.options.checkpoint_every
-        self._in_step = BetweenUpdates(state.model)
+        self._counts: dict[str, int] = {}
+        """How often each parameter was written to before this step."""
         self._looks: bool | None = None
         """Whether writes to parameters are looked for in this step; None before the first one."""
         self._written: set[str] = set()
@@ -248,12 +249,13 @@ class Saving(StepObserver):
         step, saves = self._state.step, self._job.checkpointer is not None
         self._looks = saves and (self._looks is None or self._aside_step == step or self.is_due(step + 1))
         if self._looks:
-            self._in_step.updated()
+            self._counts = self._writes()
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
         if self._job.checkpointer is not None:
             if self._looks:
-                self._learn_written(self._in_step.changed())
+                now = self._writes()
+                self._learn_written([name for name in now if now[name] != self._counts.get(name)])
             self._job.checkpointer.before_update()
 
     def after_step(self, batch: StepBatch) -> None:
@@ -267,6 +269,9 @@ class Saving(StepObserver):
         """
         chain = self._job.chain
         return step % (self._every or self._steps_per_epoch) == 0 or (chain is not None and step % chain.every == 0)
+
+    def _writes(self) -> dict[str, int]:
+        return {name: writes_to(parameter) for name, parameter in self._state.model.named_parameters()}
 
     def _learn_written(self, names: list[str]) -> None:
         """Let later saves copy these parameters at once; warns of one that was saved aside while they were written."""

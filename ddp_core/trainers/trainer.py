@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -17,11 +16,12 @@ from ddp_core.base.seeds import EvaluationSeed, MicroBatchSeed, generators_kept
 from ddp_core.config.cut import BatchCut, MicroBatch
 from ddp_core.config.experiment import Optimizer
 from ddp_core.data.loader import Loader
-from ddp_core.data.trees import Batch, Tree
+from ddp_core.data.trees import Tree
 from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.stop import ASKED_ELSEWHERE, Stopped
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.builders import lay_out
+from ddp_core.model.forward_state import ForwardState
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.step import StepBatch, StepObservers, StepReport
 from ddp_core.reduction import clip_gradients_, gradient_norm
@@ -30,16 +30,14 @@ from ddp_core.reduction.trained import TrainedParameters, describe_changes
 from ddp_core.reduction.written_parameters import WrittenParameters
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.callback_calls import CallbackCalls, Method
-from ddp_core.trainers.checks import Checks
+from ddp_core.trainers.checks import Guard
 from ddp_core.trainers.clock import StepClock
-from ddp_core.trainers.cross_check import Spot
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.figures import Figures
 from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.noting import StepNotes
 from ddp_core.trainers.passes import Passes, WeightUpdate, require_scalable
-from ddp_core.trainers.repeats import Computed, compute_again
 from ddp_core.trainers.step_chain import StepChain
 from ddp_core.trainers.step_losses import (
     BufferCopies,
@@ -51,7 +49,7 @@ from ddp_core.trainers.step_losses import (
 )
 from ddp_core.trainers.torch_errors import note_samples
 from ddp_core.trainers.train_state import Saving, TrainState
-from ddp_core.trainers.trial import first_items, unchanged
+from ddp_core.trainers.trial import first_items
 from ddp_core.trainers.witness import Witnessed
 
 if TYPE_CHECKING:
@@ -117,15 +115,12 @@ class Trainer(ABC):
         copies = [self._copies] if self._copies is not None else []
         self.callbacks = CallbackCalls(job, self.state)
         called = [self.callbacks] if self.callbacks.has_any else []
-        self.checks = Checks(self)
-        self.guard = self.checks.guard
-        # Before the data are used: a model may change its inputs.
-        reads = [self.checks.read_twice] if self.checks.read_twice is not None else []
-        self.witnessed = Witnessed(self)
+        self.guard = Guard(self)
+        self.witnessed = Witnessed(self)  # it asks the guard
         notes: list[StepNotes] = []
         if job.noted_in is not None:
-            notes = [StepNotes(self.state, job.layout.saves_in_parts, job.noted_in, world.rank)]
-        ours = [self.clock, self.saving, self.figures, *reads, *copies, *called]
+            notes = [StepNotes(self.state, job.layout.saves_in_parts, job.in_miniature, job.noted_in, world.rank)]
+        ours = [self.clock, self.saving, self.figures, *copies, *called]
         self.chain = None if job.chain is None else StepChain(self, job.chain)
         # After the callbacks, which may change weights.
         chained = [self.chain] if self.chain is not None else []
@@ -137,49 +132,28 @@ class Trainer(ABC):
 
     @contextlib.contextmanager
     def micro_batch(self, batch: StepBatch, part: MicroBatch) -> Iterator[None]:
-        """Run forward and backward of one micro-batch inside: seeded, reduced, and watched where the guard asks for it.
+        """Run forward and backward of one micro-batch inside: seeded, and reduced.
 
         For trainers that have a `reduction`.
         """
         self.seed_micro_batch(batch.step, part.index)
-        with self.reduction.micro_batch(part.index, part.stop - part.start), self.checks.watched(part.index):
+        with self.reduction.micro_batch(part.index, part.stop - part.start):
             yield
 
-    def spots(self) -> list[Spot]:
-        """Where this process can compute a micro-batch again; overridden where it has several replicas."""
-        place = f"{self.job.collectives.world.place}, {self.device}"
-        return [Spot(place, self.model, self.state.ownership.made_by_backward, self.run_again)]
-
-    def run_again(self, batch: StepBatch, part: MicroBatch, data: Batch) -> Tensor:
-        """Run forward and backward of any micro-batch on the model itself; returns the loss. Nothing is sent.
-
-        Where the parameters are cut, all ranks must run this together.
-        """
-        self.seed_micro_batch(batch.step, part.index)
-        with self.state.ownership.unsent_pass():
-            loss = self.passes.loss(self.model, *data)
-            self.passes.backward(loss, self.passes.loss_weight(batch.samples))
-        return loss.detach()
-
-    def computed(self, step: int, index: int) -> Computed:
-        """What one micro-batch of a step gives with the model as it is now, between two steps; it leaves no trace.
-
-        Where the parameters are cut, all ranks must call this together.
-        """
-        samples = self.batches.samples_of(step)
-        part, epoch = self.cut.parts(samples)[index], step // self.steps_per_epoch
-        data = self.batches.loader.fetch(epoch, self.batches.ids(step, part), self.batches.key(step, part))
-        run = partial(self.run_again, StepBatch(step, epoch, samples, [], [], []), part, data)
-        with generators_kept(self.device):
-            return compute_again(self.model, self.state.ownership.made_by_backward(), run)
-
     def write_along(self, batch: StepBatch) -> None:
-        """Run micro-batch 0 of a step that has no micro-batch for this model, since a forward may write to weights.
+        """Run the forward of micro-batch 0 in a step that has no micro-batch for this model: it may write to weights.
 
-        One that clamps them would else leave other weights here than elsewhere. Nothing else is left of the pass.
+        One that clamps them would else leave other weights here than elsewhere. Nothing else is left of it.
         """
-        if self.exact and self.state.ownership.has_whole_weights and not self.options.cuda_graph:
-            self.computed(batch.step, 0)
+        if not self.exact or not self.state.ownership.has_whole_weights or self.options.cuda_graph:
+            return
+        part = self.cut.parts(batch.samples)[0]
+        ids, key = self.batches.ids(batch.step, part), self.batches.key(batch.step, part)
+        before = ForwardState(self.model)
+        with generators_kept(self.device):
+            self.seed_micro_batch(batch.step, part.index)
+            self.passes.loss(self.model, *self.batches.loader.fetch(batch.epoch, ids, key))
+        before.put_back()
 
     def send_losses(self, batch: StepBatch) -> None:
         """Send the step's losses, and whether this process was asked to stop.
@@ -188,7 +162,7 @@ class Trainer(ABC):
         """
         self.observers.before_wait()
         leaves = self.job.stop.requested or (self.job.makes_room is not None and self.job.makes_room())
-        self.losses.send(batch, leaves, bool(self.checks.changed))
+        self.losses.send(batch, leaves)
 
     def clip_gradients(self, max_norm: float) -> None:
         """Limit the norm of the gradient; overridden where a rank has a part of it."""
@@ -249,7 +223,7 @@ class Trainer(ABC):
         that of step 0. Raises Regroup where this rank leaves its group to let another one in.
         """
         self.saving.newest_step = self.state.step if saved_step is None else saved_step
-        self.checks.begin()
+        self.guard.begin()
         self.callbacks.begin()
         self.clock.restart()
         if not self.state.is_settled:
@@ -271,9 +245,7 @@ class Trainer(ABC):
         ):
             for batch in stream:
                 self.observers.before_step(batch)
-                self.checks.begin_step()
                 self.follow_trained()
-                self.checks.begin_gradients(batch)
                 try:
                     self.compute_gradients(batch)
                 except DependsOnLayout as error:
@@ -282,7 +254,6 @@ class Trainer(ABC):
                     note_samples(error, batch)
                     raise
                 stop, reports = self.receive_losses(batch)
-                self.checks.gradients_done(batch, reports, self.losses.changed_on)
                 self.seed_micro_batch.update(batch.step)
                 self.observers.gradients_done(batch, reports)
                 bad = first_bad(reports)
@@ -292,7 +263,6 @@ class Trainer(ABC):
                     self.skip_update(batch, bad)
                 self.state.step += 1
                 self.state.commit(is_settled=False)
-                self.checks.updated()
                 self.observers.after_step(batch)
                 self.settle(batch)
                 if self.is_at_end:
@@ -323,9 +293,10 @@ class Trainer(ABC):
         is_best = self.end_epoch(batch) if self.is_at_epoch_end else False
         if self.is_digest_due:
             self.record_digest()
-        self.checks.step_done(batch)
+        self.guard.step_done()
         is_due = is_best or self.is_at_end or self.saving.is_due(self.state.step)
         if is_due and self.saving.newest_step < self.state.step:  # a lost rank 0 may have saved this step
+            self.witnessed.before_save()
             self.save(best=is_best)
         if self.job.collectives.world.is_first:
             self.state.commit()  # what the others have done here leaves no trace: only rank 0 writes
@@ -427,18 +398,12 @@ class Trainer(ABC):
 
     def evaluate(self) -> dict[str, Any]:
         """The figures over the held-out samples, `ema_` before those of averaged weights; the same on every layout."""
-        self.checks.before_evaluation()
         batches = TRIED_BATCHES if self.job.is_tried else None
         figures = self._figures_of(self.model, batches)
         if self.state.average is not None:
             averaged = self._figures_of(self.state.average.module, batches)
             figures |= {f"ema_{name}": value for name, value in averaged.items()}
         return figures
-
-    def first_evaluation_batch_twice(self) -> list[dict[str, Any]]:
-        """The figures of the first evaluation batch, computed twice; it leaves no trace."""
-        with unchanged(self.model, self.device):
-            return [self._figures_of(self.model, batches=1) for _ in range(2)]
 
     def _figures_of(self, model: nn.Module, batches: int | None = None) -> dict[str, Any]:
         """Loss, for classification accuracy, and the experiment's own metrics; of the first `batches` where given."""
@@ -501,7 +466,7 @@ class Trainer(ABC):
         """Save, wait for all ranks, and raise Stopped; or Regroup, where the ranks only make room for another one."""
         if self.job.makes_room is not None and not any(self.job.collectives.gather(self.job.stop.requested)):
             raise Regroup
-        self.checks.require_same_state()
+        self.guard.require_same_state()
         self.save(wait=True)
         self.job.stop.saved()
         raise Stopped(self.job.stop.reason or ASKED_ELSEWHERE, self.state.step)

@@ -1,12 +1,14 @@
 """A witness of the run: the steps after one of its checkpoints, trained again elsewhere, have the same bits.
 
-Every rank notes what the steps right after a save have made of the state. Before the run counts as completed, a fresh
-process that has nothing of it but its record and such a checkpoint trains these steps again, on one process where the
-run had several. What differs depends on the layout, or is kept in something that no checkpoint holds.
+Every rank notes what the steps right after a save have made of the state. A fresh process that has nothing of the run
+but its record and such a checkpoint trains these steps again, on one process where the run had several: now and then
+while the run trains, and before it counts as completed. What differs depends on the layout, is kept in something that
+no checkpoint holds, or was computed wrongly.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 
 NOTED = 2
 """So many steps after a save are noted."""
+_FIRST_SECONDS = 600.0
+"""A run has trained so long before it has a witness that is not its last one."""
+_TIMES = 100.0
+"""So many times what a witness took must pass before the next one: together they take 1 % of the training time."""
 _POLL_SECONDS = 2.0
 """Between two messages among ranks that wait for the witness: none may be silent for long."""
 _KIND = "witness"
@@ -31,6 +37,8 @@ class Testimony(NamedTuple):
     said: str
     """The same bits or which others, or why there was none, in words."""
     differs: bool = False
+    seconds: float = 0.0
+    """How long it took."""
 
 
 class Witness(Protocol):
@@ -44,20 +52,30 @@ class Witness(Protocol):
 
 
 class Witnessed(StepObserver):
-    """Notes the steps after each save, and calls the witness at the end; all ranks call the same methods."""
+    """Notes the steps after each save, and calls the witness; all ranks call the same methods.
+
+    A strict guard waits for a witness of each save before the next one, and so does a run on CUDA, where two trainings
+    would take each other's memory. Else the witness trains beside the run, and its answer is looked at in later saves.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._job, self._guard = trainer, trainer.job, trainer.guard
-        self._is_first = trainer.job.collectives.world.is_first
-        self._is_wanted = trainer.job.options.rehearsal == "on" and trainer.job.only_steps is None
+        self._trainer, self._job, self._guard = trainer, (job := trainer.job), trainer.guard
+        self._is_first = job.collectives.world.is_first
+        self._is_wanted = job.options.rehearsal == "on" and not job.is_tried and not job.has_random_data
+        self._waits = trainer.guard.mode == "strict" or trainer.device.type == "cuda"
         self._noted: dict[int, dict[int, Sums]] = {}
         """By the step of the checkpoint (rank 0): what the steps after it have made, by their numbers."""
+        self._asked: int | None = None
+        """The checkpoint of the newest witness (rank 0)."""
+        self._is_asked = False
+        """Whether its answer is still to come."""
+        self._saves, self._due_save, self._due_at = 0, 1, time.monotonic() + _FIRST_SECONDS
 
     def after_step(self, batch: StepBatch) -> None:
         step, saved = self._trainer.state.step, self._trainer.saving.newest_step
-        if not (self._is_wanted and self._guard.checks and 0 < saved < step <= saved + NOTED):
+        if not (self._is_on and 0 < saved < step <= saved + NOTED):
             return
-        with self._trainer.clock.aside("other"), self._guard.check(_KIND, step):
+        with self._guard.check(_KIND, step):
             sums = state_sums(self._trainer.state, self._job.layout.saves_in_parts, self._is_first)
         if sums is not None:
             # Of older checkpoints none may be kept any more.
@@ -65,38 +83,59 @@ class Witnessed(StepObserver):
             self._noted = {at: self._noted.get(at, {}) for at in kept}
             self._noted[saved][step] = sums
 
-    def end(self) -> None:
-        """Have the newest noted steps repeated. Raises UserError, on all ranks, where they have other bits."""
-        if not (self._is_wanted and self._guard.checks):
-            return
-        if self._trainer.checks.has_random_data:
-            return
-        step = self._trainer.state.step
-        self._trainer.saving.wait()
-        with self._trainer.clock.aside("other"), self._guard.check(_KIND, step):
-            found = self._awaited()
-            self._guard.figures[_KIND] = found.said
-            if found.differs:
-                raise UserError(found.said)
-            self._job.console.say(f"witness: {found.said}")
+    def before_save(self) -> None:
+        """Judge what a witness has found, or ask for the next one, where that is due.
 
-    def _awaited(self) -> Testimony:
-        """What the witness has found, on all ranks."""
-        witness = self._job.witness
-        at = max(self._kept(), default=None)
-        if witness is not None and at is not None:
+        Raises UserError (2), on all ranks, where it has found other bits.
+        """
+        if self._is_on:
+            self._saves += 1
+            self._hear(is_end=False)
+
+    def end(self) -> None:
+        """Have the newest noted steps repeated, and wait for that. Raises UserError (2), on all ranks, as before."""
+        if self._is_on:
+            self._trainer.saving.wait()
+            self._hear(is_end=True)
+
+    @property
+    def _is_on(self) -> bool:
+        return self._is_wanted and self._guard.checks
+
+    def _hear(self, is_end: bool) -> None:
+        while self._is_on:
+            with self._guard.check(_KIND, self._trainer.state.step):
+                told = self._next(is_end) if self._is_first else None
+                found, is_more = self._job.collectives.broadcast(told)
+                if found is not None:
+                    said, differs, _ = found
+                    self._guard.figures[_KIND] = said
+                    if differs:
+                        raise UserError(said)
+                    self._job.console.say(f"witness: {said}")
+            if not is_more:
+                return
+
+    def _next(self, is_end: bool) -> tuple[Testimony | None, bool]:
+        """What a witness has found by now, and whether all ranks ask again at once (rank 0)."""
+        witness, waits = self._job.witness, is_end or self._waits
+        if waits and self._job.stop.requested:
+            return Testimony("none: the run was asked to stop") if is_end else None, False
+        if not self._is_asked:
+            is_late = time.monotonic() >= self._due_at and self._saves >= self._due_save
+            is_due = is_late or self._guard.mode == "strict"
+            at = max(self._kept(), default=None) if is_end or is_due else None
+            if at is None or at == self._asked or witness is None:
+                none = is_end and self._asked is None
+                return Testimony("none: no step came after a save") if none else None, False
             witness.ask(at, self._noted[at])
-        while True:
-            found = None
-            if self._is_first:
-                if witness is None or at is None:
-                    found = Testimony("none: no step came after a save")
-                elif self._job.stop.requested:
-                    found = Testimony("none: the run was asked to stop")
-                else:
-                    found = witness.answer(min(_POLL_SECONDS, self._job.options.timeout / 4))
-            if (told := self._job.collectives.broadcast(found)) is not None:
-                return Testimony(*told)
+            self._asked, self._is_asked = at, True
+        assert witness is not None
+        found = witness.answer(min(_POLL_SECONDS, self._job.options.timeout / 4) if waits else 0.0)
+        if found is not None:
+            self._is_asked = False
+            self._due_at, self._due_save = time.monotonic() + _TIMES * found.seconds, 2 * self._saves
+        return found, waits and (found is None or is_end)
 
     def _kept(self) -> list[int]:
         """The checkpoints of which steps are noted, as far as they are still there (rank 0)."""

@@ -57,7 +57,7 @@ ALL_FIELDS: dict[str, Any] = {
     "promise_broken": {"step": 3, "what": "other bits", "attempt": 0},
     "ema_sha256": None,
 }
-GUARD = {"mode": "normal", "checks": 3, "every": 2, "resume": "as before", "seconds": {"again": 0.5}}
+GUARD = {"mode": "normal", "rehearsal": "the same", "witness": "none", "seconds": {"again": 0.5}}
 EXTENDED = {"epochs": 1, "max_steps": None, "step": 2}
 CHANGED = {"source_diff_sha256": "0" * 64, "data_changed": "changed at x"}
 

@@ -106,9 +106,8 @@ def test_a_broken_promise_is_told(tmp_path: Path) -> None:
         ({"mode": "off", "seconds": {}}, "off"),
         ({"mode": "normal", "seconds": {"same state": 0.5, "again": 0.25}}, "normal; 0.75 s, 1.5 % of the run"),
         (
-            {"mode": "strict", "seconds": {}, "checks": 7, "every": 2, "resume": "rehearsed"},
-            "strict; micro-batches computed again: 7, every 2 steps at last; 0.00 s, 0.0 % of the run; "
-            "resume: rehearsed",
+            {"mode": "strict", "seconds": {}, "checks": 7, "rehearsal": "the same", "witness": "none"},
+            "strict; 0.00 s, 0.0 % of the run; rehearsal: the same; witness: none",
         ),
     ],
 )

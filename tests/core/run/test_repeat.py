@@ -168,6 +168,37 @@ def test_what_acts_late_is_found_by_the_witness(tmp_path: Path) -> None:
     assert only_run(tmp_path).read()["status"] == "failed"
 
 
+@pytest.mark.parametrize(
+    ("fault", "words", "found"),
+    [
+        ("flip@6:0", ("--guard", "strict"), "step 6, trained again on one process from the checkpoint of step 5"),
+        pytest.param("flip@6:1", (*TWO, "--guard", "strict"), "from the checkpoint of step 5", marks=pytest.mark.slow),
+        pytest.param("flip@3+:0", (), "from the checkpoint of step 10", marks=pytest.mark.slow),
+        pytest.param("flip@3+:1", TWO, "from the checkpoint of step 10", marks=pytest.mark.slow),
+        pytest.param(
+            *("flip@3+:1", (*TWO, "--shard", "parameters"), "from the checkpoint of step 10"), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_machine_that_computes_wrongly_is_found_by_a_witness(
+    tmp_path: Path, fault: str, words: tuple[str, ...], found: str
+) -> None:
+    """Strict asks before the next save, else the last witness finds what lasts."""
+    ended = trained(tmp_path, "", *words, "--fault", fault, "--max-restarts", "0")
+    assert (ended.code, "Traceback" in ended.errors) == (ExitCode.BAD_INPUT, False)
+    assert found in ended.errors
+    assert "the run kept something that no checkpoint holds, or a machine computed wrongly" in ended.errors
+
+
+@pytest.mark.parametrize("shard", ["none", pytest.param("optimizer", marks=pytest.mark.slow)])
+def test_one_ranks_numbers_that_change_late_are_found_before_the_next_save(tmp_path: Path, shard: str) -> None:
+    late = MOMENTUM_ON_RANK_0.replace("moment.step == 4", "moment.step == 12")
+    ended = trained(tmp_path, late, *TWO, "--shard", shard, "--max-restarts", "0")
+    assert ended.code == ExitCode.BAD_INPUT
+    assert "optimizer group 0.momentum is not the same on all ranks" in ended.errors
+    assert "the checkpoint of step 10 is good" in ended.errors
+
+
 def test_a_rehearsal_ends_with_the_command(tmp_path: Path) -> None:
     slow = f"import time\n\ndef loss(outputs, targets):\n    time.sleep({HANG})\n"
     (tmp_path / "mine.py").write_text(BEGIN + slow, encoding="utf-8")

@@ -64,7 +64,3 @@ def test_weights_are_those_of_the_module_or_of_a_copy_of_it() -> None:
     for state, module in ((owns.own_weights(), owns.module), (owns.own_weights(average), average)):
         assert state.keys() == module.state_dict().keys()
         assert all(torch.equal(state[name], each) for name, each in module.state_dict().items())
-
-
-def test_a_process_that_owns_all_owns_nothing_alone() -> None:
-    assert list(trained().owned_alone()) == []

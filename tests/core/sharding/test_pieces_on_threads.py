@@ -242,27 +242,6 @@ def test_weights_go_out_as_what_each_rank_owns_of_them() -> None:
         assert not parameter.requires_grad or sum(sizes[name] for sizes in ranks) == parameter.numel()
 
 
-def test_what_a_rank_owns_alone_is_told_by_name() -> None:
-    def owns(group: Any) -> Any:
-        made = copy.deepcopy(net())
-        updates = optimizer(made)
-        owned = OwnsPieces(made, updates, 2, process_group=group)
-        assert list(owned.owned_alone()) == []
-        with owned.reduction.micro_batch(group.rank()):
-            made.loss(0, 0).backward()
-        owned.reduction.finish()
-        updates.step()
-        return {name: value.numel() for name, value in owned.owned_alone()}, [name for name, _ in owned.replicated()]
-
-    ranks = on_thread_world(2, owns)
-    every = [f"parameter {name}" for name, _ in net().named_parameters()]
-    assert all(names == every + [f"buffer {name}" for name, _ in net().named_buffers()] for _, names in ranks)
-    start = "the optimizer's momentum_buffer of "
-    sizes = {name: sum(own.get(name, 0) for own, _ in ranks) for own, _ in ranks for name in own}
-    used = ["first.weight", "first.bias", "norm.weight", "norm.bias", "second.weight", "scale"]
-    assert sizes == {start + name: net().get_parameter(name).numel() for name in used}
-
-
 def test_the_whole_of_a_state_is_put_together_on_the_first_rank() -> None:
     """Of a group that is not all ranks; one of them has nothing of some tensors, in two pieces others."""
 

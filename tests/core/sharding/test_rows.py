@@ -76,7 +76,6 @@ def test_what_goes_out_has_the_names_and_kinds_of_one_process() -> None:
         assert described(owned.whole_weights()) == described(None if group.rank() else dict(reference))
         trained = set(names) - {"frozen"}
         assert set(owned.trained) == trained
-        assert set(owned.made_by_backward()) == trained - {"last.weight"}
         assert {each.name for each in owned.owned} == set(names) - {"last.weight"}
         owned.load_weights(NETS[1].state_dict() | {"_extra_state": "at last", "norm.running_mean": torch.ones(WIDTH)})
         assert owned.module.told == "at last"
@@ -95,19 +94,6 @@ def test_blocks_are_freed_after_a_forward_and_what_is_outside_of_them_is_not() -
             module(inputs(0, 0))
         assert not isinstance(module.row, DTensor)
         assert all(isinstance(layer.weight, DTensor) for layer in module.layers)
-        owned.reduction.close()
-
-    on_thread_world(2, check)
-
-
-def test_a_pass_that_sends_nothing_leaves_no_gradient() -> None:
-    def check(group: Any) -> None:
-        owned = owns(group)
-        module: Any = owned.module
-        module.norm.eval()
-        with owned.unsent_pass():
-            module(inputs(0, 0)).sum().backward()
-        assert owned.whole_gradients() == (None if group.rank() else {})
         owned.reduction.close()
 
     on_thread_world(2, check)

@@ -91,9 +91,6 @@ def train(dtype: torch.dtype, group: Any, exact: bool = True) -> Any:
     assert exact or not reduction.share, "no step has begun"
     found: list[Any] = []
     for step, micro_batches in enumerate(STEPS):
-        if owned and exact:
-            with owned.unsent_pass():
-                made.loss(step, 3).backward()
         reduction.begin(micro_batches)
         for index in reduction.share:
             with reduction.micro_batch(index):
@@ -221,32 +218,3 @@ def test_the_ranks_of_a_group_need_not_be_all_ranks(exact: bool) -> None:
     _, first, second = on_thread_world(3, train_on_two)
     check_rounding(first)
     assert [each for each in second if each and "norm" not in each] == []
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_what_a_rank_owns_alone_is_told_by_name(world_size: int) -> None:
-    def owns(group: Any) -> Any:
-        made = copy.deepcopy(net(torch.float32))
-        optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
-        owned = OwnsRows(made, optimizer, 3, process_group=group, fewest_elements=1)
-        assert owned.reduction.share == range(group.rank(), 3, group.size())
-        for index in owned.reduction.share:
-            with owned.reduction.micro_batch(index):
-                made.loss(0, index).backward()
-        for _ in range(owned.idle_passes):
-            with owned.idle_pass():
-                (0.0 * made.loss(0, 0)).backward()
-        owned.reduction.finish()
-        optimizer.step()
-        sizes = {name: each.numel() for name, each in owned.owned_alone()}
-        return sizes, [name for name, _ in owned.replicated()]
-
-    trained = {name: each.numel() for name, each in net(torch.float32).named_parameters() if each.requires_grad}
-    found = on_thread_world(world_size, owns)
-    assert [others for _, others in found] == [["buffer steps"]] * world_size
-    for name, elements in trained.items():
-        assert sum(sizes[f"parameter {name}"] for sizes, _ in found) == elements
-        momentum = f"the optimizer's momentum_buffer of {name}"
-        is_used = not name.startswith(("unused", "signs", "layers.4"))
-        assert [momentum in sizes for sizes, _ in found] == [is_used] * world_size
-    assert all(name.startswith(("parameter ", "the optimizer's momentum")) for sizes, _ in found for name in sizes)

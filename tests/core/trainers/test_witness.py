@@ -1,0 +1,121 @@
+"""When a run has a witness: which save is repeated, who waits for it, and what follows from its answer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_core.base.errors import UserError
+from ddp_core.trainers import witness
+from ddp_core.trainers.witness import Witnessed
+
+SAME = witness.Testimony("the same bits", seconds=3.0)
+OTHER = witness.Testimony("other bits", differs=True)
+
+
+class Played:
+    """A witness that says what it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, list[int]]] = []
+        self.found: witness.Testimony | None = None
+
+    def ask(self, step: int, noted: Mapping[int, Any]) -> None:
+        self.asked.append((step, list(noted)))
+
+    def answer(self, seconds: float) -> witness.Testimony | None:
+        return self.found
+
+
+class Run:
+    """A run of one process that saves after every fifth step, a minute each."""
+
+    def __init__(self, mode: str, patch: pytest.MonkeyPatch) -> None:
+        self.now, self.played = 0.0, Played()
+        patch.setattr(witness.time, "monotonic", lambda: self.now)
+        patch.setattr(witness, "state_sums", lambda *_: {"weight": "1"})
+        patch.setattr(witness, "find_checkpoints", lambda _: [SimpleNamespace(step=step) for step in range(0, 999, 5)])
+        alone = SimpleNamespace(world=SimpleNamespace(is_first=True), broadcast=lambda told: told)
+        job = SimpleNamespace(
+            **{"collectives": alone, "witness": self.played, "directory": Path(), "has_random_data": False},
+            **{"is_tried": False, "stop": SimpleNamespace(requested=False), "console": SimpleNamespace(say=print)},
+            options=SimpleNamespace(rehearsal="on", timeout=60.0),
+            layout=SimpleNamespace(saves_in_parts=False),
+        )
+        self.guard = SimpleNamespace(mode=mode, checks=True, check=self.check, figures={})
+        self.saving = SimpleNamespace(newest_step=0, wait=lambda: None)
+        self.state = SimpleNamespace(step=0)
+        trainer: Any = SimpleNamespace(
+            job=job, guard=self.guard, device=torch.device("cpu"), saving=self.saving, state=self.state
+        )
+        self.witnessed = Witnessed(trainer)
+
+    @contextlib.contextmanager
+    def check(self, kind: str, step: int) -> Iterator[None]:
+        yield
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.now += 12.0
+            self.state.step += 1
+            self.witnessed.after_step(None)  # type: ignore[arg-type]
+            if self.state.step % 5 == 0:
+                self.witnessed.before_save()
+                self.saving.newest_step = self.state.step
+
+
+def test_the_first_ten_minutes_have_none_and_the_distance_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("normal", monkeypatch)
+    run.played.found = SAME
+    run.train(45)
+    assert run.played.asked == []
+    run.train(5)
+    assert run.played.asked == [(45, [46, 47])], "after ten minutes, of the newest save that steps came after"
+    run.train(200)
+    assert [step for step, _ in run.played.asked] == [45, 95, 195]
+
+
+def test_the_next_one_waits_until_it_costs_a_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("normal", monkeypatch)
+    run.played.found = witness.Testimony("the same bits", seconds=30.0)
+    run.train(200)
+    assert [step for step, _ in run.played.asked] == [45], "a hundred times 30 s are 250 steps"
+    run.train(105)
+    assert [step for step, _ in run.played.asked] == [45, 295]
+
+
+def test_the_run_goes_on_meanwhile_and_ends_before_the_next_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("normal", monkeypatch)
+    run.train(65)
+    assert [step for step, _ in run.played.asked] == [45], "one at a time"
+    run.played.found = OTHER
+    run.train(4)
+    with pytest.raises(UserError, match="other bits"):
+        run.train(1)
+    assert run.saving.newest_step == 65
+
+
+def test_strict_repeats_each_save_before_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("strict", monkeypatch)
+    run.played.found = SAME
+    run.train(20)
+    assert run.played.asked == [(5, [6, 7]), (10, [11, 12]), (15, [16, 17])]
+    run.witnessed.end()
+    assert len(run.played.asked) == 3, "no step came after the last save"
+
+
+def test_the_last_one_follows_one_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("normal", monkeypatch)
+    run.train(59)
+    answers = iter([None, SAME, None, SAME])
+    monkeypatch.setattr(run.played, "answer", lambda _: next(answers))
+    run.witnessed.end()
+    assert run.played.asked == [(45, [46, 47]), (55, [56, 57])]
+    assert list(answers) == []
+    assert run.guard.figures["witness"] == SAME.said
