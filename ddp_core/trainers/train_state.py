@@ -262,8 +262,8 @@ class Saving(StepObserver):
 
         Also where one is kept for an audit.
         """
-        chain = self._job.chain
-        return step % (self._every or self._steps_per_epoch) == 0 or (chain is not None and step % chain.every == 0)
+        kept = self._job.kept_every
+        return step % (self._every or self._steps_per_epoch) == 0 or (kept is not None and step % kept == 0)
 
     def _learn_written(self, names: list[str]) -> None:
         """Let later saves copy these parameters at once; warns of one that was saved aside while they were written."""
