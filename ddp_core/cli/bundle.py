@@ -22,7 +22,6 @@ from ddp_core.checkpoint.manifest import manifest_at
 from ddp_core.cli.verify import verify_run
 from ddp_core.config.layout import LayoutKind
 from ddp_core.experiment.source import read_source
-from ddp_core.observe.chain import CHAIN, has_chain, read_begin
 from ddp_core.record.bundles import BUNDLE_FORMAT, MANIFEST, PINS, ChangedBundle, unpack_bundle
 from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.directory import RunDirectory
@@ -47,7 +46,7 @@ Content = Path | bytes
 def make_bundle(path: Path, target: Path | None, key: Path | None = None) -> int:
     """Write the finished run at `path` into the file `target`, and print its digest.
 
-    With `key`, a private ssh key, the bundle holds a signed statement over the head of the run's chain.
+    With `key`, a private ssh key, the bundle holds a signed statement over the run's record and weights.
 
     Raises UserError for a run that is not finished or whose files have changed, (3) for weights that are not those of
     its record, for a target that exists or lies in the run's own directory, and (4) where it cannot be written.
@@ -107,15 +106,10 @@ def _members(path: Path, record: Mapping[str, Any], signed: Mapping[str, Content
 
 
 def _for_audit(path: Path, record: Mapping[str, Any]) -> dict[str, Path]:
-    """The chain and the checkpoints with which segments begin, by the name in the bundle; none without a chain."""
-    if not has_chain(path):
-        return {}
-    every, files = read_begin(path / CHAIN)["every"], {CHAIN: path / CHAIN}
-    for step in range(every, record["result"]["steps"], every):
-        checkpoint = read_checkpoint(manifest_at(path / "checkpoints", step))
-        for name in checkpoint.file_names:
-            files[f"checkpoints/{name}"] = checkpoint.directory / name
-    return files
+    """The checkpoints with which the segments of an audit begin, by the name in the bundle."""
+    steps = [state["step"] for state in (record.get("kept") or {"states": []})["states"]][:-1]
+    kept = [read_checkpoint(manifest_at(path / "checkpoints", step)) for step in steps]
+    return {f"checkpoints/{name}": each.directory / name for each in kept for name in each.file_names}
 
 
 def _initial_weights(record: Mapping[str, Any]) -> dict[str, Content]:
@@ -163,9 +157,8 @@ _DESCRIBED = {
     "metrics.jsonl": "losses and digests on the way",
     "log.txt": "what was said on the way",
     "data.json": "the digests of the parts of the data set",
-    CHAIN: "what each step was made of and has made; `chain` in run.json holds its head",
     "checkpoints": "the states with which the segments begin that an audit trains again",
-    STATEMENT: "an in-toto statement over the head of the chain and the weights",
+    STATEMENT: "an in-toto statement over run.json and the weights",
     SIGNATURE: "its signature, by `ssh-keygen -Y sign`",
     _BROKEN: "what the run's own checks found: why its weights are not promised again",
     PINS: "every installed package, as `pip install -r` takes it",
@@ -180,7 +173,7 @@ def _readme(record: Mapping[str, Any], run: str, files: Iterable[str]) -> str:
     if (what := what_broke_it(record)) is not None:
         here.add(_BROKEN)
         end = f"\n\nBut: {what}"
-    pieces = "\nIn pieces?    ddp audit THIS-FILE.zip [--data-dir DIR]" if CHAIN in here else ""
+    pieces = "\nIn pieces?    ddp audit THIS-FILE.zip [--data-dir DIR]" if record.get("kept") is not None else ""
     rows = "\n".join(f"{name:22} {words}" for name, words in _DESCRIBED.items() if name in here)
     return f"""\
 {record["experiment"]["name"]}: {record["question"]}

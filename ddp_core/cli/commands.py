@@ -255,32 +255,25 @@ def verify_(run: Path, as_json: bool, **changes: Any) -> int:
     "--segments", type=click.IntRange(1), default=5, show_default=True, metavar="N", help="Train so many again."
 )
 @click.option("--seed", type=click.IntRange(0), metavar="N", help="Of the draw. [default: drawn now, and told]")
-@click.option("--head", metavar="SHA256", help="The head of the chain that you were given before the draw.")
+@click.option("--record-sha256", metavar="SHA256", help="The SHA-256 of run.json that you were given before the draw.")
 @click.option(
     "--signer",
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="A public ssh key, or a file of allowed signers; one of them must have signed the run.",
 )
-@click.option(
-    "--against",
-    type=click.Path(path_type=Path),
-    metavar="RUN",
-    help="Train nothing; say at which step the chains of RUN and of this run part.",
-)
 @_as_json
-def audit_(run: Path, against: Path | None, as_json: bool, signer: Path | None, **words: Any) -> int:
-    """Check RUN in pieces, from its chain.
+def audit_(run: Path, as_json: bool, signer: Path | None, **words: Any) -> int:
+    """Check RUN in pieces.
 
     A few of its segments, drawn by chance, are trained again from kept checkpoints, on any layout. RUN is finished and
     was trained with --keep-for-audit, or is a bundle of such a run; this runs the code in it. The exit code is 1 where
-    something is not what the chain says.
+    something is not what the record says.
     """
     _quiet()
-    from ddp_core.cli.audit.audit import Report, audit, compare_runs
+    from ddp_core.cli.audit.audit import Report, audit
 
-    report = Report(as_json)
-    return audit(run, signer, report, **words) if against is None else compare_runs(run, against, report)
+    return audit(run, signer, Report(as_json), **words)
 
 
 ddp.add_command(eval_)
@@ -300,14 +293,13 @@ ddp.add_command(eval_)
     "key",
     metavar="KEY",
     type=click.Path(path_type=Path),
-    help="Sign the head of the run's chain with this private ssh key (`ddp audit --signer` checks it). [default: not "
-    "signed]",
+    help="Sign record and weights with this private ssh key (`ddp audit --signer` checks it). [default: not signed]",
 )
 def bundle(run: Path, target: Path | None, key: Path | None) -> int:
     """Put the finished RUN into one file, to hand it over.
 
     It holds record, metrics, weights, code and package versions; `ddp verify FILE` trains it again elsewhere. Of a run
-    with --keep-for-audit also its chain and the kept checkpoints, for `ddp audit FILE`.
+    with --keep-for-audit also the kept checkpoints, for `ddp audit FILE`.
     """
     _quiet()
     from ddp_core.cli.bundle import make_bundle

@@ -210,10 +210,10 @@ class SavingOptions(Frozen):
     keep_every: Annotated[Steps | None, ByDefault("none of them")] = Field(
         default=None, description="Also keep the checkpoint of every so many steps, for good."
     )
-    keep_for_audit: Annotated[Count | None, ByDefault("no chain")] = Field(
+    keep_for_audit: Annotated[Count | None, ByDefault("none of them")] = Field(
         default=None,
-        description="Note in a chain what each step was made of and has made, and keep so many checkpoints evenly, so "
-        "that `ddp audit` can check the run in pieces. Needs the exact reduction.",
+        description="Keep so many checkpoints evenly and note their digests, so that `ddp audit` can check the run in "
+        "pieces. Needs the exact reduction.",
     )
     asynchronous_save: Annotated[bool, CommandLine("--synchronous-save")] = Field(
         default=True, description="Wait until a checkpoint is written before training goes on."

@@ -173,11 +173,19 @@ class RecordedEarlyEnd(TypedDict):
     reason: str
 
 
-class RecordedChain(TypedDict):
-    """The last head of the run's chain, and the step after which it stands."""
+class RecordedState(TypedDict):
+    """A state that is kept: the steps done, and SHA-256 digests."""
 
-    head: str
-    step: Count
+    step: _Positive
+    state_sha256: str
+    weights_sha256: str
+
+
+class RecordedKept(TypedDict):
+    """The states that are kept for an audit, and the steps from one to the next."""
+
+    every: _Positive
+    states: list[RecordedState]
 
 
 class RecordedCode(TypedDict):
@@ -232,7 +240,7 @@ class RecordedRun(TypedDict):
     result: RecordedResult
     promise_broken: NotRequired[RecordedFinding | None]
     ended_early: NotRequired[RecordedEarlyEnd | None]
-    chain: NotRequired[RecordedChain | None]
+    kept: NotRequired[RecordedKept | None]
     fingerprint: dict[str, Any]
     fingerprint_changed: bool
     environment: RecordedEnvironment

@@ -27,7 +27,6 @@ from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import Request
 from ddp_core.experiment.source import FOLDER, Source, changed_files, collect, diff, read_source
 from ddp_core.numerics.limits import rules_of
-from ddp_core.observe.chain import ChainFile
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
 from ddp_core.record.continuing import continue_command, differing, in_words, kept_length
@@ -74,8 +73,6 @@ class RunRecord:
         """The trainer's state, once there is a trainer: an error names its step."""
         self.guard: dict[str, Any] | None = None
         """The figures of the trainer's guard, once there is a trainer."""
-        self.chain: ChainFile | None = None
-        """The run's chain, once there is a trainer and where the run has one (rank 0)."""
         self.notes: list[str] = []
         """What has changed since the attempt before, a line each for the user (rank 0)."""
         self.usage = Usage(collectives.device)
@@ -155,7 +152,7 @@ class RunRecord:
                 "result": before.get("result", {}),
                 "promise_broken": (before or parent).get("promise_broken"),
                 "ended_early": None,
-                "chain": before.get("chain"),
+                "kept": before.get("kept") or self._kept(),
                 "fingerprint": self.fingerprint,
                 "fingerprint_changed": changes.fingerprint or before.get("fingerprint_changed", False),
                 "environment": describe_environment(),
@@ -246,8 +243,6 @@ class RunRecord:
             return
         assert self.fence is not None
         # A former rank 0 that wakes up must not overwrite what its successor wrote.
-        if self.chain is not None:
-            fields["chain"] = {"head": self.chain.head, "step": self.chain.step}
         with self.fence.holding():
             *earlier, attempt = self.directory.read()["attempts"]
             self.directory.update(
@@ -258,6 +253,28 @@ class RunRecord:
                 attempts=[*earlier, attempt | {"guard": self.guard}],
                 **fields,
             )
+
+    def _kept(self) -> dict[str, Any] | None:
+        """The `kept` of run.json where a run begins to keep states for an audit; None for one that keeps none."""
+        keep, experiment = self.request.options.keep_for_audit, self.request.loaded.experiment
+        if keep is None or self.request.is_tried:
+            return None
+        return {"every": -(-experiment.total_steps(self.steps_per_epoch) // keep), "states": []}
+
+    def kept_every(self) -> int | None:
+        """The steps from one state that is kept for an audit to the next; None where none is (rank 0)."""
+        kept = self.directory.read().get("kept")
+        return None if kept is None else kept["every"]
+
+    def note_kept(self, step: int, digests: Mapping[str, str]) -> None:
+        """Note the digests of the state after `step` steps, which is kept for an audit (rank 0)."""
+        assert self.fence is not None
+        with self.fence.holding():
+            kept = self.directory.read().get("kept")
+            assert kept is not None
+            # A run that was lost may have gone on from an earlier checkpoint: then it makes the later states anew.
+            states = [each for each in kept["states"] if each["step"] < step]
+            self.directory.update(kept={**kept, "states": [*states, {"step": step, **digests}]})
 
     def mark_broken(self, step: int, what: str) -> None:
         """Keep that a check of the guard found other bits after `step` steps, and that the run went on (rank 0)."""

@@ -1,8 +1,8 @@
-"""Who vouches for a run: a statement over the head of its chain, signed with an ssh key.
+"""Who vouches for a run: a statement over its record and its weights, signed with an ssh key.
 
-The statement is one of in-toto (Statement v1, https://github.com/in-toto/attestation): its subjects are the files of
-the chain and of the weights, and its predicate says of which training. The signature is that of `ssh-keygen -Y sign`,
-so that no other program is needed, nor a key of another kind than those that people have: see ssh-keygen(1).
+The statement is one of in-toto (Statement v1, https://github.com/in-toto/attestation): its subjects are run.json and
+the file of the weights, and its predicate says of which training. The signature is that of `ssh-keygen -Y sign`, so
+that no other program is needed, nor a key of another kind than those that people have: see ssh-keygen(1).
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from ddp_core.base.beneath import read_file
 from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import sha256_of
-from ddp_core.observe.chain import CHAIN
 from ddp_core.record.weights import WEIGHTS
 
 STATEMENT, SIGNATURE = "statement.json", "statement.json.sig"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
-PREDICATE_TYPE = "urn:samebits:training-chain:1"
+PREDICATE_TYPE = "urn:samebits:training:1"
 NAMESPACE = "samebits"
 """Of the signature, so that it is taken for nothing else."""
-_SUBJECTS = (CHAIN, WEIGHTS)
+_SUBJECTS = ("run.json", WEIGHTS)
 _PREDICATE = ("experiment_sha256", "data_sha256", "weights_sha256")
 _KEY_TYPES = ("ssh-", "ecdsa-", "sk-")
 _GIVEN = "given"
@@ -47,19 +46,12 @@ class _Statement(TypedDict):
 
 
 def statement(directory: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    """What is signed of the finished run in `directory`. Raises UserError for a run without a chain, and OSError."""
-    chain = record.get("chain")
-    if chain is None:
-        raise UserError(f"{directory} has no chain, over whose head a signature is made; train with --keep-for-audit N")
+    """What is signed of the finished run in `directory`. Raises OSError."""
     return {
         "_type": STATEMENT_TYPE,
         "subject": [{"name": name, "digest": {"sha256": sha256_of(directory / name)}} for name in _SUBJECTS],
         "predicateType": PREDICATE_TYPE,
-        "predicate": {
-            "chain_head": chain["head"],
-            "steps": chain["step"],
-            **{name: record[name] for name in _PREDICATE},
-        },
+        "predicate": {"steps": record["result"]["steps"], **{name: record[name] for name in _PREDICATE}},
     }
 
 

@@ -27,7 +27,6 @@ from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen, users_trace
 from ddp_core.experiment.request import Request
 from ddp_core.numerics.limits import rules_of
-from ddp_core.observe.chain import ChainPlan
 from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.heartbeat import Heartbeat
 from ddp_core.observe.ledger import Ledger
@@ -41,7 +40,6 @@ from ddp_core.record.directory import RunDirectory
 from ddp_core.record.initial_weights import put_weights
 from ddp_core.record.run_record import Origin, RunRecord
 from ddp_core.run.beginning import Kept, begun
-from ddp_core.run.chaining import plan_chain
 from ddp_core.run.evaluating import evaluate_run
 from ddp_core.run.live import LiveRecovery, require_told_once
 from ddp_core.run.memory import predict
@@ -166,9 +164,9 @@ def _train(
         with record.outcome(), live.leaving() if live is not None else nullcontext():
             held = live.newest(collectives, directory) if live is not None else None
             start = choose_checkpoint(collectives, directory, console) if held is None else None
-            chain = plan_chain(collectives, record)
-            if origin.weights is not None and (chain is not None or (start is None and held is None)):
-                put_weights(parts.model, origin.weights)  # a chain that begins tells of them
+            if origin.weights is not None and start is None and held is None:
+                put_weights(parts.model, origin.weights)
+            kept_every = by_rank_0(collectives, record.kept_every)
             first_step = start.step if start is not None else held.at.step if held is not None else 0
             heartbeat = Heartbeat(directory.path, world, record.usage)
             with ExitStack() as training:
@@ -196,8 +194,9 @@ def _train(
                     in_miniature=request.is_miniature,
                     noted_in=request.noted_in,
                     witness=OverSocket(directory.path) if world.is_first else None,
-                    checkpointer=training.enter_context(_checkpointer(record, collectives, console, chain)),
-                    chain=chain,
+                    checkpointer=training.enter_context(_checkpointer(record, collectives, console, kept_every)),
+                    kept_every=kept_every,
+                    note_kept=record.note_kept if world.is_first else None,
                     makes_room=None if live is None else live.makes_room,
                     observers=[
                         heartbeat,
@@ -219,11 +218,6 @@ def _train(
                     record.guard["rehearsal"] = said
                     if differs:
                         record.mark_broken(0, said)
-                if trainer.chain is not None:
-                    begun_with = trainer.chain.start_digest()
-                    trainer.chain.take_over(() if held is None else held.notes)
-                    by_rank_0(collectives, trainer.chain.begin, first_step, begun_with)
-                    record.chain = trainer.chain.file
                 if held is None:
                     _announce(trainer, directory)
                 saved_step = None
@@ -274,7 +268,7 @@ def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
 
 @contextmanager
 def _checkpointer(
-    record: RunRecord, collectives: Collectives, console: Console, chain: ChainPlan | None
+    record: RunRecord, collectives: Collectives, console: Console, kept_every: int | None
 ) -> Iterator[Checkpointer | None]:
     """Rank 0's checkpointer; the other ranks have one where each rank writes its part."""
     request, world, directory = record.request, record.world, record.directory
@@ -294,18 +288,11 @@ def _checkpointer(
             Checkpointer(
                 directory.checkpoints,
                 keep_last=options.keep_last,
-                keep_every=[
-                    each for each in (options.keep_every, None if chain is None else chain.every) if each is not None
-                ],
+                keep_every=[each for each in (options.keep_every, kept_every) if each is not None],
                 asynchronous=options.asynchronous_save,
                 fence=fence,
                 ranks=ranks,
-                synced_before=(
-                    directory.path,
-                    directory.metrics,
-                    directory.log,
-                    *([chain.file] if chain is not None else []),
-                ),
+                synced_before=(directory.path, directory.metrics, directory.log),
                 on_event=lambda line: (
                     console.warn(line.removeprefix("warning: ")) if line.startswith("warning") else None
                 ),

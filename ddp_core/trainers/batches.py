@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -15,11 +14,6 @@ from ddp_core.data.loader import Loader
 from ddp_core.data.prefetching import Key, StepIds
 from ddp_core.observe.step import StepBatch
 from ddp_core.sampler import GlobalOrder, Ids
-
-
-def ids_digest(order: GlobalOrder, epoch: int, start: int, stop: int) -> str:
-    """The first 16 digits of the SHA-256 of the ids at these positions of an epoch, as int64 (little-endian)."""
-    return hashlib.sha256(order.ids(epoch, start, stop).astype("<i8").tobytes()).hexdigest()[:16]
 
 
 class Batches:
@@ -51,12 +45,6 @@ class Batches:
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.cut.global_batch_size
         return self.order.ids(epoch, start + micro_batch.start, start + micro_batch.stop)
-
-    def ids_digest(self, step: int) -> str:
-        """The digest of the sample ids of a step's whole global batch, as a run's chain has it."""
-        epoch, position = divmod(step, self.steps_per_epoch)
-        start = position * self.cut.global_batch_size
-        return ids_digest(self.order, epoch, start, start + self.samples_of(step))
 
     def key(self, step: int, micro_batch: MicroBatch) -> Key:
         """What the random numbers follow from that are drawn while the micro-batch is made."""

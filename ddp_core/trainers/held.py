@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Self
 from ddp_core.checkpoint.state import in_host_memory
 from ddp_core.distributed.membership import Held
 from ddp_core.trainers.callback_calls import Told, newest_told
-from ddp_core.trainers.step_chain import Noted, merged
 from ddp_core.trainers.trainer import Trainer
 
 
@@ -19,7 +18,6 @@ class Offer(NamedTuple):
     at: Held
     position: dict[str, Any]
     told: Told | None
-    notes: Sequence[Noted]
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,6 @@ class HeldState:
     """The step of the newest checkpoint; 0 where there is none."""
     told: Told | None = None
     """What the callbacks of rank 0 have been told last, as far as this rank knows."""
-    notes: Sequence[Noted] = ()
-    """Of the newest steps, for a chain whose file may not have them yet."""
 
     @classmethod
     def of(cls, trainer: Trainer) -> Self:
@@ -52,13 +48,12 @@ class HeldState:
             loss=trainer.figures.loss,
             saved_step=trainer.saving.newest_step,
             told=trainer.callbacks.told(),
-            notes=() if trainer.chain is None else trainer.chain.notes(),
         )
 
     @property
     def offer(self) -> Offer:
         """What the other ranks must know of it."""
-        return Offer(self.at, self.state["position"], self.told, self.notes)
+        return Offer(self.at, self.state["position"], self.told)
 
     def at_position(self, holder: Offer, saved_step: int, offers: Sequence[Offer]) -> HeldState:
         """The same weights with the position of another rank, and with what all ranks know up to there."""
@@ -66,8 +61,7 @@ class HeldState:
         state = {**self.state, "position": holder.position}
         if told is not None:
             state["callbacks"] = told.states
-        notes = merged((each.notes for each in offers), holder.at.step)
-        return replace(self, at=holder.at, state=state, saved_step=saved_step, told=told, notes=notes)
+        return replace(self, at=holder.at, state=state, saved_step=saved_step, told=told)
 
     def give_to(self, trainer: Trainer) -> None:
         """Let a new trainer go on from here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,6 @@ from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.model.losses import Loss
 from ddp_core.observe.callback import Callback
-from ddp_core.observe.chain import ChainPlan
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepObserver
 from ddp_core.trainers.own_metrics import OwnMetrics
@@ -68,8 +67,10 @@ class Job:
     """Marks the run's record where the guard goes on after a finding: the step, and what was found (rank 0)."""
     has_random_data: bool = False
     """Whether the data are known to come out differently at each read, so that nothing can be repeated."""
-    chain: ChainPlan | None = None
-    """How the run's chain is kept; None where it has none."""
+    kept_every: int | None = None
+    """The checkpoints of every so many steps, and the last one, are kept for an audit; None: none of them."""
+    note_kept: Callable[[int, Mapping[str, str]], None] | None = None
+    """Notes of such a checkpoint the step and the digests of the state (rank 0 alone)."""
     makes_room: Callable[[], bool] | None = None
     """Whether all ranks are to leave at the end of the step, to let a new one in; None where none can come."""
     observers: Sequence[StepObserver] = ()

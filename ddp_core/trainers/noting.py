@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ddp_core.base.digests import checksum, named_tensors
+from ddp_core.base.digests import checksum, named_tensors, optimizer_digest, weights_digest
 from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.trainers.train_state import TrainState
 
@@ -30,6 +31,24 @@ def state_sums(state: TrainState, in_parts: bool, is_first: bool, in_miniature: 
     left_out = ("trained_",) if in_miniature else ("trained_", "evaluation", "best")
     position = {name: value for name, value in whole["position"].items() if not name.startswith(left_out)}
     return {name: checksum(each) for name, each in named_tensors({**whole, "position": position})}
+
+
+def state_digests(state: Mapping[str, Any]) -> dict[str, str]:
+    """The SHA-256 of a `TrainState.state_dict` with whole tensors, and of the weights in it.
+
+    Left out is how long training took, which is another at each run.
+    """
+    weights = weights_digest(state["model"])
+    others = {name: state.get(name) for name in ("scaler", "schedule", "average", "callbacks")}
+    position = {name: value for name, value in state["position"].items() if not name.startswith("trained_")}
+    parts = {
+        "model": weights,
+        "optimizer": optimizer_digest(state["optimizer"]),
+        "others": weights_digest(dict(named_tensors(others))),
+        "position": {**position, "requires_grad": state.get("requires_grad", {})},
+    }
+    text = json.dumps(parts, sort_keys=True)
+    return {"state_sha256": hashlib.sha256(text.encode()).hexdigest(), "weights_sha256": weights}
 
 
 class StepNotes(StepObserver):

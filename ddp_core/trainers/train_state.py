@@ -267,8 +267,8 @@ class Saving(StepObserver):
 
         Also where one is kept for an audit.
         """
-        chain = self._job.chain
-        return step % (self._every or self._steps_per_epoch) == 0 or (chain is not None and step % chain.every == 0)
+        kept = self._job.kept_every
+        return step % (self._every or self._steps_per_epoch) == 0 or (kept is not None and step % kept == 0)
 
     def _writes(self) -> dict[str, int]:
         return {name: writes_to(parameter) for name, parameter in self._state.model.named_parameters()}

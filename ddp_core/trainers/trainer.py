@@ -36,9 +36,8 @@ from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.figures import Figures
 from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.job import Job
-from ddp_core.trainers.noting import StepNotes
+from ddp_core.trainers.noting import StepNotes, state_digests
 from ddp_core.trainers.passes import Passes, WeightUpdate, require_scalable
-from ddp_core.trainers.step_chain import StepChain
 from ddp_core.trainers.step_losses import (
     BufferCopies,
     LossGate,
@@ -121,10 +120,8 @@ class Trainer(ABC):
         if job.noted_in is not None:
             notes = [StepNotes(self.state, job.layout.saves_in_parts, job.in_miniature, job.noted_in, world.rank)]
         ours = [self.clock, self.saving, self.figures, *copies, *called]
-        self.chain = None if job.chain is None else StepChain(self, job.chain)
-        # After the callbacks, which may change weights.
-        chained = [self.chain] if self.chain is not None else []
-        self.observers = StepObservers([*ours, *chained, self.witnessed, *notes, *job.observers])
+        # The notes come after the callbacks, which may change weights.
+        self.observers = StepObservers([*ours, self.witnessed, *notes, *job.observers])
 
     @abstractmethod
     def compute_gradients(self, batch: StepBatch) -> None:
@@ -379,8 +376,6 @@ class Trainer(ABC):
         is_best = self.state.take_evaluation(self.evaluate(), self.experiment.best)
         self.seed_micro_batch.after_evaluation(batch.epoch)
         self.figures.evaluated(batch)
-        if self.chain is not None:
-            self.chain.evaluated(self.state.step, self.state.evaluation)
         return is_best
 
     def agree_to_end(self, method: Method, batch: StepBatch) -> None:
@@ -393,8 +388,6 @@ class Trainer(ABC):
         if (bad := first_bad(reports)) is not None:
             self.skip_update(batch, bad)
         self.figures.gradients_done(batch, reports)
-        if self.chain is not None:
-            self.chain.gradients_done(batch, reports)
 
     def evaluate(self) -> dict[str, Any]:
         """The figures over the held-out samples, `ema_` before those of averaged weights; the same on every layout."""
@@ -456,10 +449,14 @@ class Trainer(ABC):
                 self.job.metrics.write("digest", step=self.state.step, weights_sha256=digest)
 
     def save(self, best: bool = False, wait: bool = False) -> None:
-        """Save a checkpoint after the step just done, as `Saving.save` says, and first the run's chain up to it."""
-        if self.chain is not None:
+        """Save a checkpoint after the step just done, as `Saving.save` says; one for an audit is noted first."""
+        every, step = self.job.kept_every, self.state.step
+        if every is not None and (step % every == 0 or self.is_at_end):
             with self.clock.aside("checkpoint"):
-                self.chain.before_save(self.state.step)
+                state = self.state.state_dict(in_parts=self.job.layout.saves_in_parts)
+                whole = self.state.ownership.whole_on_first(state)
+                if self.job.note_kept is not None and whole is not None:
+                    self.job.note_kept(step, state_digests(whole))
         self.saving.save(best=best, wait=wait)
 
     def stop(self) -> None:

@@ -51,6 +51,6 @@ def test_a_run_of_four_ranks_is_audited_on_an_emulated_cpu_of_another_maker(
     variables = emulated_interpreter(tmp_path / "bin", cpu)
     audit = ("-m", "ddp_core", "audit", str(run), "--segments", "1", "--seed", "1", *layout)
     said = output_of(emulated(cpu, *audit, added=variables))
-    assert said.endswith("passed: what was looked at is what the chain says\n")
+    assert said.endswith("passed: what was looked at is what the record says\n")
     started = (tmp_path / "bin" / "started").read_text()
     assert "train" in started, "the segment was trained on the emulated CPU, too"

@@ -60,7 +60,7 @@ def test_a_run_of_an_emulated_cpu_is_audited_on_this_one(cpu: str, tmp_path: Pat
     output_of(emulated(cpu, *words(tmp_path, "--keep-for-audit", "2")))
     run = trained(tmp_path)[0].path
     said = output_of(start([sys.executable, "-m", "ddp_core", "audit", str(run), "--segments", "2"]))
-    assert said.endswith("passed: what was looked at is what the chain says\n")
+    assert said.endswith("passed: what was looked at is what the record says\n")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from benchmarks.gpu_lines import append
 from ddp_core import __version__
 from ddp_core.base.errors import ExitCode
 from ddp_core.checkpoint.manifest import MANIFEST_FORMAT
-from ddp_core.observe.chain import CHAIN_FORMAT
 from ddp_core.record.bundles import BUNDLE_FORMAT
 from ddp_core.record.directory import RECORD_FORMAT, find_runs
 from ddp_lab.chaos.judge import DrillReport, FaultReport, judge
@@ -31,7 +30,6 @@ FORMATS = {
     "bundle": BUNDLE_FORMAT,
     "drill": DRILL_FORMAT,
     "claim": CLAIM_FORMAT,
-    "chain": CHAIN_FORMAT,
 }
 """What today's code writes and reads back."""
 TOLD = "told.json"

@@ -22,7 +22,6 @@ from ddp_core.cli.audit.audit import AUDIT_FORMAT
 from ddp_core.config.options import Asked
 from ddp_core.distributed.children import Children
 from ddp_core.numerics.limits import portable_refused_by
-from ddp_core.observe.chain import CHAIN, each_link, read_begin
 from ddp_core.observe.heartbeat import read_heartbeats
 from ddp_core.observe.ledger import audit, committed_steps
 from ddp_core.record.bundles import unpack_bundle
@@ -37,7 +36,6 @@ from tests.support.commands import ROOT, ddp
 
 needs_avx2 = pytest.mark.skipif(portable_refused_by() is not None, reason=str(portable_refused_by()))
 
-CHAINS = sorted(FOLDER.rglob(CHAIN))
 FOLDERS = sorted(file.parent for file in FOLDER.glob(f"*/{TOLD}"))
 
 
@@ -54,15 +52,8 @@ def told(folder: Path) -> dict[str, Any]:
 
 def test_every_format_of_today_has_its_files() -> None:
     there = {each for folder in FOLDERS for each in told(folder)["formats"].items()}
-    there |= {("chain", read_begin(file)["format"]) for file in CHAINS}
     missing = FORMATS.items() - there
     assert not missing, f"{dict(missing)}: `python -m tests.formats.make` makes a folder of files of this version"
-
-
-@pytest.mark.parametrize("file", CHAINS, ids=str)
-def test_a_chain_is_read_and_its_heads_follow_from_its_lines(file: Path) -> None:
-    steps = [link.step for link in each_link(file) if link.line["kind"] == "step"]
-    assert steps == [1, 2, 3, 4]
 
 
 def test_every_format_that_is_named_in_the_code_is_one_of_these() -> None:

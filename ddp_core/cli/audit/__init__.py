@@ -1,5 +1,5 @@
-"""`ddp audit`: whether a run is what its chain says, from a few segments of it that are trained again.
+"""`ddp audit`: whether a run is what its record says, from a few segments of it that are trained again.
 
-What belongs here: what reads a chain, draws from it, trains a segment again, and tells. Who writes it: `ddp_core.run`
-and `ddp_core.trainers`.
+What belongs here: what draws from the kept states of a run, trains a segment again, and tells. Who notes these states:
+`ddp_core.trainers` and `ddp_core.record`.
 """

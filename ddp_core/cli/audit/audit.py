@@ -1,4 +1,4 @@
-"""The audit of a run: its whole chain is read, a few segments are trained again, and what that proves is told."""
+"""The audit of a run: its record is read, a few segments are trained again, and what that proves is told."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
+from ddp_core.base.files import sha256_of
 from ddp_core.base.shown import shown
 from ddp_core.cli.audit.draw import Segment, claims, drawn, needed_draws, passing, segments_of
 from ddp_core.cli.audit.replay import replay
-from ddp_core.cli.audit.whole_chain import WholeChain, check_begin, check_chain
-from ddp_core.cli.prepare import load_with_settings
 from ddp_core.cli.repeating import Different, checked, place_of
 from ddp_core.config.layout import LayoutKind, ShardMode
 from ddp_core.config.options import Asked
 from ddp_core.distributed.children import Children
-from ddp_core.experiment.request import build_splits
-from ddp_core.observe.chain import CHAIN, compare_chains
 from ddp_core.record.bundles import ChangedBundle, unpack_bundle
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import package_differences
@@ -75,7 +72,7 @@ def _audit_signed(path: Path, signer: Path | None, report: Report, **words: Any)
             who = require_signed(path, RunDirectory(path).read(), signer)
         except BadSignature as error:
             return report.end(f"different signer: {error}. Nothing was trained.", DIFFERENT)
-        report.say("signed", f"by {who}, over the head of the chain and the weights", signer=who)
+        report.say("signed", f"by {who}, over run.json and the weights", signer=who)
     return audit_run(path, report=report, **words)
 
 
@@ -83,7 +80,7 @@ def audit_run(
     path: Path,
     segments: int,
     seed: int | None,
-    head: str | None,
+    record_sha256: str | None,
     report: Report,
     layout: LayoutKind | None = None,
     device: str | None = None,
@@ -91,39 +88,40 @@ def audit_run(
     shard: ShardMode | None = None,
     data_dir: str | None = None,
 ) -> int:
-    """Audit the finished run at `path`; returns 0 where all that was looked at is what its chain says, else 1.
+    """Audit the finished run at `path`; returns 0 where all that was looked at is what its record says, else 1.
 
-    `segments`: how many are trained again. `seed`: of the draw; None for one that is drawn now. `head`: that of the
-    chain, as the auditor was given it before. Raises UserError for a run that cannot be audited.
+    `segments`: how many are trained again. `seed`: of the draw; None for one that is drawn now. `record_sha256`: that
+    of run.json, as the auditor was given it before. Raises UserError for a run that cannot be audited.
     """
     directory = RunDirectory(path)
     record = directory.read()
     if record["status"] != "completed":
         raise UserError(f"{path} is {record['status']}, so nothing is to be audited yet; finish it: --resume {path}")
+    kept = _require_auditable(path, record)
     if (what := what_broke_it(record)) is not None:
         report.say("note", f"{what}. Its weights are not promised to come out again")
-    if record["fingerprint_changed"]:
-        raise UserError(
-            f"{path} went on under another fingerprint than it was begun with, so no machine can repeat all of it"
-        )
+    steps, states = record["result"]["steps"], kept["states"]
     try:
-        begin = check_begin(path, record)
-        if record["data_sha256"] is None:
-            raise UserError(f"{path} was trained on data that are others at each read, so no segment can be repeated")
+        known = sha256_of(path / "run.json")
+        if record_sha256 is not None and record_sha256 != known:
+            raise Different(f"different record: run.json has the SHA-256 {known}, and not that which was given before")
+        if states[-1]["weights_sha256"] != record["weights_sha256"]:
+            raise Different("different record: the state that run.json notes last has other weights than it ends with")
         where = place_of(record, layout, device, nproc_per_node) | ({"shard": shard} if shard is not None else {})
         asked = checked(directory, record, where, data_dir)
-        told = record.get("chain")
-        known = None if told is None else told["head"]
-        if head is not None and head != known:
-            raise Different(f"different chain: its head is {known}, and not {head}, which was given before")
-        steps = record["result"]["steps"]
-        of_run = segments_of(begin["every"], steps)
+        of_run = segments_of([state["step"] for state in states])
         seed = secrets.randbits(32) if seed is None else seed
-        lots = drawn(of_run, segments, seed, str(known))
-        chain = _check_whole(directory, record, asked, lots, report)
-        _check_end(directory, record, chain, asked, report)
+        lots = drawn(of_run, segments, seed, known)
+        report.say(
+            "record",
+            f"{steps:,} steps, {len(states)} kept states; sha256 {known}",
+            record_sha256=known,
+            steps=steps,
+            weights_sha256=record["weights_sha256"],
+        )
+        _check_end(directory, record, asked, report)
         for lot in lots:
-            replay(directory, record, chain, lot, asked)
+            replay(directory, record, lot, asked)
             report.say(
                 "replayed", f"segment {lot.number} of {len(of_run)}, steps {lot.start + 1} to {lot.stop}: the same"
             )
@@ -132,31 +130,43 @@ def audit_run(
     return _pass(report, of_run, lots, seed, steps)
 
 
-def _check_whole(
-    directory: RunDirectory, record: Mapping[str, Any], asked: Asked, lots: list[Segment], report: Report
-) -> WholeChain:
-    loaded = load_with_settings(asked.experiment, (), Path(asked.record or ""))
-    samples = len(build_splits(loaded, Path(asked.data_dir)).train)
-    wanted = {step for lot in lots for step in range(lot.start + 1, lot.stop + 1)}
-    chain = check_chain(directory, record, samples, wanted)
-    report.say(
-        "chain",
-        f"{record['result']['steps']:,} steps, each line with its head, samples and rates as they must be; head "
-        f"{chain.head}",
-        head=chain.head,
-        steps=record["result"]["steps"],
-        weights_sha256=record["weights_sha256"],
-    )
-    return chain
+def _require_auditable(path: Path, record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `kept` of the record. Raises UserError for a run that cannot be audited."""
+    kept, steps = record.get("kept"), record["result"]["steps"]
+    if kept is None:
+        if record.get("chain") is not None:
+            raise UserError(f"{path} kept its steps in an older form; train it again with --keep-for-audit N")
+        raise UserError(
+            f"{path} kept no states, so it can only be checked whole: ddp verify {path}. To audit the next one in "
+            "pieces, train it with --keep-for-audit N"
+        )
+    if record.get("forked_from") is not None:
+        raise UserError(f"{path} branches off from another run: use ddp verify")
+    if any("extended_from" in attempt for attempt in record["attempts"]):
+        raise UserError(f"{path} was made longer after its end, so its steps are not of one training: use ddp verify")
+    # Else a run could be forged in one long segment among many short ones.
+    places, every = [state["step"] for state in kept["states"]], kept["every"]
+    is_whole = len(places) == -(-steps // every)
+    if not is_whole or places != [min(number * every, steps) for number in range(1, len(places) + 1)]:
+        raise UserError(
+            f"{path} does not note the states after each {every} steps and at its end (was it begun without "
+            "--keep-for-audit?): use ddp verify"
+        )
+    if record["fingerprint_changed"]:
+        raise UserError(
+            f"{path} went on under another fingerprint than it was begun with, so no machine can repeat all of it"
+        )
+    if record["data_sha256"] is None:
+        raise UserError(f"{path} was trained on data that are others at each read, so no segment can be repeated")
+    return kept  # type: ignore[no-any-return]
 
 
-def _check_end(
-    directory: RunDirectory, record: Mapping[str, Any], chain: WholeChain, asked: Asked, report: Report
-) -> None:
-    """Raises Different where the final weights are others, or evaluate otherwise than the chain says."""
+def _check_end(directory: RunDirectory, record: Mapping[str, Any], asked: Asked, report: Report) -> None:
+    """Raises Different where the final weights are others, or evaluate otherwise than the record says."""
     if (exchanged := exchanged_weights(directory.path, record)) is not None:
         raise Different(f"different file: {exchanged} holds other weights than the record says")
-    if chain.figures is None or chain.evaluated != record["result"]["steps"]:
+    figures = {name: value for name, value in record["result"].items() if name.startswith(("test_", "ema_test_"))}
+    if not figures:
         return
     words = ["eval", str(directory.path), "--data-dir", asked.data_dir, "--device", asked.device, "--json"]
     with Children("ddp-audit-") as children:
@@ -168,7 +178,7 @@ def _check_end(
         raise UserError(f"the final weights cannot be evaluated again (exit code {code}): {said}")
     if code != ExitCode.DONE:
         raise Different(f"different figures: evaluated again, {said}")
-    report.say("evaluated", "the final weights again: the same figures", figures=dict(chain.figures))
+    report.say("evaluated", "the final weights again: the same figures", figures=figures)
 
 
 def _pass(report: Report, of_run: list[Segment], lots: list[Segment], seed: int, steps: int) -> int:
@@ -191,23 +201,8 @@ def _pass(report: Report, of_run: list[Segment], lots: list[Segment], seed: int,
             f"with {forged} of {total} segments forged it would have passed with probability {_percent(probability)}; "
             f"{draws} draw{'s' if draws > 1 else ''} bring that to 5 % or less",
         )
-    return report.end("passed: what was looked at is what the chain says", ExitCode.DONE)
+    return report.end("passed: what was looked at is what the record says", ExitCode.DONE)
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def compare_runs(path: Path, other: Path, report: Report) -> int:
-    """Say at which step two runs part, from their chains alone; returns 0 where they do not."""
-    for each in (path, other):
-        if not (each / CHAIN).is_file():
-            raise UserError(f"{each} has no chain ({CHAIN}); train with --keep-for-audit N")
-    causes, parting, alike = compare_chains(path / CHAIN, other / CHAIN)
-    for cause in causes:
-        report.say("unlike", cause)
-    report.told |= {"unlike": causes, "alike_steps": alike}
-    if parting is None:
-        return report.end(f"identical: {alike:,} steps, line by line", ExitCode.DONE)
-    report.told |= {"step": parting.step, "what": parting.what}
-    return report.end(f"different from step {parting.step} on: {parting.what}", DIFFERENT)

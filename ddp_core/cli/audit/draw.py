@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import pairwise
 from math import comb
 from typing import NamedTuple
 
@@ -20,20 +21,20 @@ class Segment(NamedTuple):
     stop: int
 
 
-def segments_of(every: int, steps: int) -> list[Segment]:
-    """The segments of a run of so many steps, of which every `every`-th is kept."""
-    starts = range(0, steps, every)
-    return [Segment(number, start, min(start + every, steps)) for number, start in enumerate(starts, 1)]
+def segments_of(kept: Sequence[int]) -> list[Segment]:
+    """The segments of a run that has kept the states after these steps, the last of which is its end."""
+    return [Segment(number, *ends) for number, ends in enumerate(pairwise([0, *kept]), 1)]
 
 
-def drawn(segments: Sequence[Segment], count: int, seed: int, head: str) -> list[Segment]:
+def drawn(segments: Sequence[Segment], count: int, seed: int, record: str) -> list[Segment]:
     """So many of the segments, each set of them as likely as any other, in their sequence.
 
-    They follow from the auditor's seed and the head of the chain, which tells nothing of them before the seed is known.
+    They follow from the auditor's seed and the SHA-256 of the record, which tells nothing of them before the seed is
+    known.
     """
 
     def lot(segment: Segment) -> bytes:
-        return hashlib.sha256(f"{seed} {head} {segment.number}".encode()).digest()
+        return hashlib.sha256(f"{seed} {record} {segment.number}".encode()).digest()
 
     return sorted(sorted(segments, key=lot)[:count])
 

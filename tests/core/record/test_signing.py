@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from ddp_core.base.errors import UserError
-from ddp_core.observe.chain import CHAIN
 from ddp_core.record.signing import NAMESPACE, SIGNATURE, STATEMENT, BadSignature, require_signed, sign, statement
 from ddp_core.record.weights import WEIGHTS
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="OpenSSH's client is not installed")
 
 RECORD: dict[str, Any] = {
-    "chain": {"head": "ab" * 32, "step": 9},
+    "result": {"steps": 9},
     "experiment_sha256": "e",
     "data_sha256": None,
     "weights_sha256": "w",
@@ -35,7 +34,7 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, key: Path) -> Path:
-    (tmp_path / CHAIN).write_bytes(b"a chain")
+    (tmp_path / "run.json").write_bytes(b"a record")
     (tmp_path / WEIGHTS).write_bytes(b"weights")
     for name, content in sign(statement(tmp_path, RECORD), key).items():
         (tmp_path / name).write_bytes(content)
@@ -55,7 +54,11 @@ def test_another_key_another_run_and_no_signature_are_told(run: Path, key: Path)
     with pytest.raises(BadSignature, match=r"no key in .*other\.pub has signed it"):
         require_signed(run, RECORD, key.with_name("other.pub"))
     with pytest.raises(BadSignature, match="tells of another run"):
-        require_signed(run, RECORD | {"chain": {"head": "cd" * 32, "step": 9}}, public)
+        require_signed(run, RECORD | {"result": {"steps": 8}}, public)
+    (run / "run.json").write_bytes(b"another record")
+    with pytest.raises(BadSignature, match="tells of another run"):
+        require_signed(run, RECORD, public)
+    (run / "run.json").write_bytes(b"a record")
     (run / WEIGHTS).write_bytes(b"other weights")
     with pytest.raises(BadSignature, match="tells of another run"):
         require_signed(run, RECORD, public)
@@ -69,8 +72,6 @@ def test_another_key_another_run_and_no_signature_are_told(run: Path, key: Path)
 
 
 def test_what_cannot_be_signed_is_one_line(run: Path) -> None:
-    with pytest.raises(UserError, match="has no chain"):
-        statement(run, RECORD | {"chain": None})
     with pytest.raises(UserError, match=r"--sign .*no-key.*give the file of a private ssh key"):
         sign({}, run / "no-key")
     with pytest.raises(UserError, match=r"--signer .*nobody cannot be read"):
