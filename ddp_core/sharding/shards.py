@@ -43,7 +43,10 @@ class Piece:
     place: slice
     """Where it lies in the group's flat tensor."""
     tensor: nn.Parameter
-    """The elements, in one dimension; it shares the parameter's memory, and has a gradient of its own."""
+    """The elements, in one dimension; it shares the parameter's memory, and has a gradient of its own.
+
+    A parameter that is a single number stays one: so all that an optimizer keeps of it has its shape.
+    """
 
 
 class FlatGroup:
@@ -152,7 +155,8 @@ def _border(wanted: int, starts: Sequence[int]) -> int:
 def _piece(number: int, group: FlatGroup, member: int, start: int, stop: int) -> Piece:
     begin = group.starts[member]
     place = slice(begin + start, begin + stop)
-    return Piece(group.positions[member], start, stop, number, place, nn.Parameter(group.flat[place]))
+    own = group.flat[place] if group.like[member].dim() else group.flat[begin]
+    return Piece(group.positions[member], start, stop, number, place, nn.Parameter(own))
 
 
 def _refuse_shared_memory(parameters: Sequence[nn.Parameter]) -> None:
