@@ -37,12 +37,12 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
     for known, reason in _REASONS.items():
         if issubclass(kind, known):
             raise UserError(
-                f"{kind.__name__} does not treat each element by itself: {reason}; leave --shard out, or use SGD, Adam, "
-                "AdamW, RMSprop, Adagrad and their like"
+                f"{kind.__name__} does not treat each element by itself: {reason}; leave --shard out, or use SGD, "
+                "Adam, AdamW, RMSprop, Adagrad and their like"
             )
     if kind not in _ELEMENTWISE and getattr(kind, "elementwise", False) is not True:
         raise UserError(
-            f"{kind.__name__} does not say that it updates each element by itself, as --shard needs: where no element's "
-            "update reads another one or a random number, write elementwise = True into its class (a rehearsal proves "
-            "it); else leave --shard out"
+            f"{kind.__name__} does not say that it updates each element by itself, as --shard needs: where no "
+            "element's update reads another one or a random number, write elementwise = True into its class (a "
+            "rehearsal proves it); else leave --shard out"
         )

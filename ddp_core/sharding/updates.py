@@ -18,7 +18,6 @@ from ddp_core.checkpoint.state import leaves, replaced
 
 from .owned import Owned
 
-
 _MISSING = object()
 _PLAIN = bool | int | float | complex | str | bytes | torch.dtype | torch.device
 

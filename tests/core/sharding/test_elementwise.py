@@ -64,5 +64,5 @@ def test_those_of_torch_that_are_not_elementwise_are_refused_with_the_reason(
 
 def test_ones_own_optimizer_has_to_say_it() -> None:
     """Also one that is derived from an optimizer of torch: it may do anything else in its step."""
-    with pytest.raises(UserError, match="^Own does not say that it updates each element by itself.*elementwise = True"):
+    with pytest.raises(UserError, match=r"^Own does not say that it updates each .*elementwise = True"):
         require_elementwise(Own(parameters()))
