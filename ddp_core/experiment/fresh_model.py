@@ -117,6 +117,30 @@ def make_real(model: nn.Module, experiment: Experiment, splits: Splits) -> None:
         )
 
 
+def own_memory(model: nn.Module) -> None:
+    """Give each buffer memory for every element, where one number stands for several (`expand`).
+
+    Nothing could be written to it, as a resume and a broadcast do. Raises UserError for such a parameter, and for such
+    a view of a parameter, which would follow the parameter no more.
+    """
+    memory = {each.untyped_storage().data_ptr() for each in model.parameters() if not is_lazy(each)}
+    owned: dict[int, Tensor] = {}
+    for path, layer in model.named_modules():
+        for name, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
+            if is_lazy(tensor) or tensor.layout is not torch.strided or not _is_expanded(tensor):
+                continue
+            if isinstance(tensor, nn.Parameter) or tensor.untyped_storage().data_ptr() in memory:
+                raise UserError(
+                    f"{f'{path}.{name}' if path else name}: one number of a parameter stands for several elements, as "
+                    "`expand` makes it, and could not be trained so: clone() it, or expand it in forward"
+                )
+            setattr(layer, name, owned.setdefault(id(tensor), tensor.clone(memory_format=torch.contiguous_format)))
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def fill_tables(model: nn.Module, experiment: Experiment, splits: Splits) -> None:
     """Let buffers that a first forward fills, with what depends on no micro-batch, be filled now.
 

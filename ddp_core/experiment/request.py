@@ -32,7 +32,7 @@ from ddp_core.experiment.building import (
     schedule_of,
 )
 from ddp_core.experiment.file import LoadedExperiment, Served, in_one_line, place_of, run_file
-from ddp_core.experiment.fresh_model import built_alike, fill_tables, make_real
+from ddp_core.experiment.fresh_model import built_alike, fill_tables, make_real, own_memory
 from ddp_core.experiment.source import serve_modules
 from ddp_core.model.builders import lay_out
 from ddp_core.model.losses import HITS
@@ -246,6 +246,7 @@ def build_model(
     model = make() if is_known else built_alike(experiment.model.name, make)
     if splits is not None:
         make_real(model, experiment, splits)
+    own_memory(model)
     with user_code("your model"):
         model = lay_out(model.to(device), experiment.memory_format)
     if splits is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -86,18 +87,43 @@ def refusing_bypasses() -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def exact_pass(wholes: Mapping[str, Tensor]) -> Iterator[None]:
-    """`refusing_bypasses`, and raise DependsOnLayout where the pass inside writes to one of these gathered parameters.
+class WholeParameters:
+    """Whole parameters that nothing is kept of: those `gathered` for a pass, and those `replaced` when ranks cut them.
 
-    They are freed after the pass, so what it has written is lost. Writes through `.data` are not seen.
+    What something writes to them is lost, as is a change of their `requires_grad`. Writes through `.data` are not seen.
     """
-    before = [writes_to(whole) for whole in wholes.values()]
-    with refusing_bypasses():
-        yield
-    for (name, whole), count in zip(wholes.items(), before, strict=True):
-        if writes_to(whole) != count:
+
+    def __init__(self, gathered: Mapping[str, Tensor], replaced: Mapping[str, Tensor]) -> None:
+        both = [*gathered.items(), *replaced.items()]
+        # Whoever holds a parameter that was replaced is looked at; this object must not hold it.
+        self._named = [(name, weakref.ref(tensor)) for name, tensor in both]
+        self._before = self._now()
+
+    def refuse_changes(self) -> None:
+        """Raise UserError (2) where something outside of a pass has changed one of them."""
+        if (name := self._changed()) is not None:
+            raise refusal(
+                f"{name} was changed outside of forward where nothing keeps it: in a list of parameters from before "
+                "they were cut, or right after a forward of a callback; take parameters from the model when you "
+                "change them, before such a forward"
+            )
+
+    @contextlib.contextmanager
+    def exact_pass(self) -> Iterator[None]:
+        """`refusing_bypasses`, and raise DependsOnLayout where the pass inside changes one of them."""
+        self.refuse_changes()
+        with refusing_bypasses():
+            yield
+        if (name := self._changed()) is not None:
             raise DependsOnLayout(
                 f"forward changes the parameter {name}, which shard mode parameters frees after each pass, so the "
                 "change would be lost: change weights in the optimizer, or use shard mode gradients"
             )
+
+    def _changed(self) -> str | None:
+        pairs = zip(self._named, self._now(), self._before, strict=True)
+        return next((name for (name, _), now, before in pairs if now is not None and now != before), None)
+
+    def _now(self) -> list[tuple[int, bool] | None]:
+        alive = (tensor() for _, tensor in self._named)
+        return [None if tensor is None else (writes_to(tensor), tensor.requires_grad) for tensor in alive]

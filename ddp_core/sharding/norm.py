@@ -32,7 +32,7 @@ def norm_of_owned(owned: Sequence[Owned], channel: Channel, world_size: int) -> 
     for number, each in enumerate(owned):
         if each.tensor is None or each.tensor.grad is None:
             continue
-        own, start, stop = each.tensor.grad[each.inside], each.start, each.stop
+        own, start, stop = each.tensor.grad.view(-1)[each.inside], each.start, each.stop
         for block in each.cut_blocks(BLOCK):
             first, last = max(start, block * BLOCK), min(stop, (block + 1) * BLOCK)
             if first < last:

@@ -13,8 +13,8 @@ from ddp_core.reduction.flat import in_memory_order
 class Owned:
     """Elements `start` … `stop` - 1 of the parameter `whole`, counted in the sequence in which they lie in memory.
 
-    `tensor` is what this rank's optimizer updates in the place of the parameter, in one dimension; None where the rank
-    owns no element of it.
+    `tensor` is what this rank's optimizer updates in the place of the parameter, in one dimension (a single number
+    has none); None where the rank owns no element of it.
     """
 
     def __init__(self, name: str, whole: nn.Parameter, start: int, stop: int, tensor: nn.Parameter | None) -> None:
@@ -40,8 +40,10 @@ class Owned:
 
     def filled(self, values: Tensor) -> Tensor:
         """Values of the owned elements as a tensor like the optimizer's; the same memory where they are all of it."""
-        if self.tensor is None or self.tensor.numel() == values.numel():
+        if self.tensor is None or self.tensor.shape == values.shape:
             return values
+        if not self.tensor.dim():
+            return values.view(())
         filled = values.new_zeros(self.tensor.numel())
         filled[self.inside] = values
         return filled

@@ -47,6 +47,9 @@ class Ownership(ABC):
         """Run a forward without a backward inside. Raises DependsOnLayout where what it writes to weights is lost."""
         return contextlib.nullcontext()
 
+    def forwards_done(self) -> None:  # noqa: B027
+        """Let the module have the parameters that are trained; called after forwards without a backward."""
+
     def described_weights(self) -> dict[str, Any]:
         """The module's whole state_dict, of which only names, dtypes and shapes are meant; no collective."""
         return self.module.state_dict()

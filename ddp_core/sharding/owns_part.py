@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ddp_core.checkpoint import CutTensor
 from ddp_core.checkpoint.state import replaced
@@ -19,6 +20,7 @@ from ddp_core.reduction.flat import in_memory_order, view_in
 from .elementwise import require_elementwise
 from .owned import Owned
 from .ownership import Ownership
+from .shards import refuse_shared_memory
 from .updates import OwnUpdates
 
 if TYPE_CHECKING:
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 class OwnsPart(Ownership):
     """Of one of the ranks of `process_group`, each of which owns a part of the parameters that are cut.
 
-    `optimizer` must treat each element by itself: raises UserError (2) where it does not (see `require_elementwise`).
+    Raises UserError (2) for an optimizer that may not treat each element by itself (`require_elementwise`), and for a
+    parameter whose memory another one has, too.
     """
 
     reduction: ExactReduction | PlainRounds
@@ -37,12 +40,15 @@ class OwnsPart(Ownership):
     """What the optimizer updates, and its state."""
     owned: list[Owned]
     """What this rank owns of each parameter, in one sequence on all ranks."""
+    hooks: Sequence[RemovableHandle] = ()
+    """On the optimizer's steps."""
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup | None
     ) -> None:
         super().__init__(module, optimizer)
         require_elementwise(optimizer)
+        refuse_shared_memory(module)
         is_alone = process_group is None or process_group.size() == 1
         self.group = None if is_alone else process_group
         self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
@@ -84,6 +90,19 @@ class OwnsPart(Ownership):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.updates.load_whole_state(state)
+
+    def close(self) -> None:
+        """Let go of the optimizer; the module stays as it is."""
+        for hook in self.hooks:
+            hook.remove()
+
+
+def first_after_step(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> RemovableHandle:
+    """Call `hook` after each step of the optimizer, before the hooks of others: these see what the step has made."""
+    handle = optimizer.register_step_post_hook(hook)
+    if (hooks := handle.hooks_dict_ref()) is not None:
+        hooks.move_to_end(handle.id, last=False)
+    return handle
 
 
 def whole_on_first(

@@ -133,7 +133,7 @@ class GroupParcel(Parcel):
         is_used = dict(zip(self.group.positions, used, strict=True))
         for piece in self._pieces:
             part = total[piece.place.start - self._first : piece.place.stop - self._first]
-            piece.tensor.grad = part if is_used[piece.position] else None
+            piece.tensor.grad = part.view(piece.tensor.shape) if is_used[piece.position] else None
 
     def discard(self) -> None:
         for piece in self._pieces:

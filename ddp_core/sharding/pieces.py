@@ -19,7 +19,7 @@ from ddp_core.reduction.parts import order_of, parts_on
 
 from .contiguous import PHASES, ContiguousPieces
 from .owned import Owned
-from .owns_part import OwnsPart
+from .owns_part import OwnsPart, first_after_step
 from .parcels import group_parcels
 from .rounds import Rounds
 from .shards import Shards, shard_groups
@@ -43,8 +43,8 @@ class OwnsPieces(OwnsPart):
     With strided shares it sends them in every backward, which frees them. Ranks of one node add up among themselves
     before nodes exchange; `node` is that of `ExactReduction`. No DistributedDataParallel around the module.
     The parameters stay the same objects with the same values and strides, in new memory: do not move the module
-    afterwards. The same on every rank. Raises UserError (2) for an optimizer that does not treat each element by
-    itself, and ValueError for ranks that do not agree, and for parameters that share memory.
+    afterwards. The same on every rank. Raises UserError (2) for an optimizer that may not treat each element
+    by itself and for parameters that share memory, and ValueError for ranks that do not agree.
     """
 
     reduction: ExactReduction
@@ -96,7 +96,7 @@ class OwnsPieces(OwnsPart):
             of_ranks = ContiguousPieces(self._shards, self.owned, gradients, self._parts, self._channel, self.group)
         self.reduction = ExactReduction(module, micro_batches, process_group=self.group, shares=of_ranks)
         self.updates = OwnUpdates(optimizer, self._owned_by_id, self.group)
-        self._hook = optimizer.register_step_post_hook(lambda *_: self.gather_parameters())
+        self.hooks = [first_after_step(optimizer, lambda *_: self.gather_parameters())]
 
     def own_weights(self, copy: nn.Module | None = None) -> dict[str, Any]:
         state = super().own_weights(copy)
@@ -124,7 +124,3 @@ class OwnsPieces(OwnsPart):
             return like
 
         self._channel.submit(in_last_phase(gather), like).wait()
-
-    def close(self) -> None:
-        """Gather no more after `optimizer.step()`."""
-        self._hook.remove()

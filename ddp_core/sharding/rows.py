@@ -10,7 +10,6 @@ Importing this file loads torch's FSDP, which takes a second.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -34,9 +33,9 @@ from ddp_core.reduction.parts import parts_on
 from .block_calls import BlockCalls
 from .block_gather import gather_by_messages
 from .block_parcel import BlockParcel, UnreadMemory
-from .blocks import FEWEST_ELEMENTS, blocks_of, exact_pass, refusal, refuse_unsuitable
+from .blocks import FEWEST_ELEMENTS, WholeParameters, blocks_of, refusal, refuse_unsuitable
 from .owned import Rows
-from .owns_part import OwnsPart, whole_on_first
+from .owns_part import OwnsPart, first_after_step, whole_on_first
 from .plain_rounds import PlainRounds
 from .rounds import Rounds
 from .updates import OwnUpdates
@@ -64,8 +63,8 @@ class OwnsRows(OwnsPart):
     torch's own.
 
     The same on every rank. Drop the module and this object, and collect garbage, before the process group is destroyed.
-    Raises UserError (2) for a module that fully_shard cannot wrap and for an optimizer that does not treat each element
-    by itself, and ValueError for ranks that do not agree.
+    Raises UserError (2) for a module that fully_shard cannot wrap, for an optimizer that may not treat each element by
+    itself and for parameters that share memory, and ValueError for ranks that do not agree.
     """
 
     has_whole_weights = False
@@ -104,6 +103,7 @@ class OwnsRows(OwnsPart):
         # Here, because some blocks stay gathered between two passes, and the module then names other objects.
         members = itertools.chain.from_iterable(map(gathered_together, self._parts))
         self._gathered: dict[str, Tensor] = {by_parameter[id(part)].name: whole for part, whole in members}
+        self._wholes = WholeParameters(self._gathered, wholes)
         self._rounds: Rounds | PlainRounds
         if exact:
             # All ranks send in this sequence, that of a usual backward, whichever gradients are there first.
@@ -118,7 +118,7 @@ class OwnsRows(OwnsPart):
                 channel,
                 _UNDER_WAY,
                 needs_passes=True,
-                in_pass=functools.partial(exact_pass, self._gathered),
+                in_pass=self._wholes.exact_pass,
             )
             self.reduction = ExactReduction(module, micro_batches, process_group=process_group, shares=self._rounds)
         else:
@@ -127,11 +127,16 @@ class OwnsRows(OwnsPart):
         rows = list(by_parameter.values())
         self.owned = [*rows]
 
+        def take(*_: Any) -> None:
+            for each in rows:
+                each.take()
+
         def give(*_: Any) -> None:
             for each in rows:
                 each.give()
 
-        self._hook = optimizer.register_step_post_hook(give)
+        # Around the hooks of others, which see the rows, and change them, through the module's parameters.
+        self.hooks = [optimizer.register_step_pre_hook(take), first_after_step(optimizer, give)]
 
     @property
     def idle_passes(self) -> int:
@@ -142,7 +147,11 @@ class OwnsRows(OwnsPart):
         return self._rounds.idle_pass()
 
     def forward_alone(self) -> contextlib.AbstractContextManager[None]:
-        return exact_pass(self._gathered) if isinstance(self._rounds, Rounds) else contextlib.nullcontext()
+        return self._wholes.exact_pass() if isinstance(self._rounds, Rounds) else contextlib.nullcontext()
+
+    def forwards_done(self) -> None:
+        for part in self._parts:
+            part.reshard()
 
     @property
     def trained(self) -> dict[str, Tensor]:
@@ -159,8 +168,8 @@ class OwnsRows(OwnsPart):
 
     def own_weights(self, copy: nn.Module | None = None) -> dict[str, Any]:
         assert copy is None, "a copy of the module would have whole weights"
-        for part in self._parts:
-            part.reshard()
+        self._wholes.refuse_changes()
+        self.forwards_done()
         state: dict[str, Any] = self.module.state_dict()
         cuts: dict[int, CutTensor] = {}
         for name, rows in self._rows.items():
@@ -170,18 +179,12 @@ class OwnsRows(OwnsPart):
         return state
 
     def load_weights(self, state: Mapping[str, Any]) -> None:
-        for part in self._parts:
-            part.reshard()
+        self.forwards_done()
         if differing := self.module.state_dict().keys() ^ state.keys():
             raise ValueError(f"{min(differing)} is in the state alone, or in the model alone")
         for name, rows in self._rows.items():
             rows.local.copy_(rows.of_whole(state[name]))
-            rows.take()
         self.module.load_state_dict({name: state[name] for name in state if name not in self._rows}, strict=False)
-
-    def close(self) -> None:
-        """Let go of the optimizer. The module stays sharded."""
-        self._hook.remove()
 
 
 class _GradientsOfRows(Gradients):

@@ -101,8 +101,10 @@ class Sharding:
         """Raise UserError (2) where the optimizer or the parameters cannot be cut; `cut` would, too."""
         if self.is_any:
             from .elementwise import require_elementwise
+            from .shards import refuse_shared_memory
 
             require_elementwise(optimizer)
+            refuse_shared_memory(module)
         if self.cuts_parameters:
             from .blocks import refuse_unsuitable
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ddp_core.base.errors import UserError
 from ddp_core.reduction.exchange import LINE_BYTES
 from ddp_core.reduction.flat import fill_, flat_groups, in_memory_order, view_in
 from ddp_core.reduction.norm import BLOCK
@@ -43,7 +44,10 @@ class Piece:
     place: slice
     """Where it lies in the group's flat tensor."""
     tensor: nn.Parameter
-    """The elements, in one dimension; it shares the parameter's memory, and has a gradient of its own."""
+    """The elements, in one dimension; it shares the parameter's memory, and has a gradient of its own.
+
+    A parameter that is a single number stays one: so all that an optimizer keeps of it has its shape.
+    """
 
 
 class FlatGroup:
@@ -109,12 +113,13 @@ class Shards:
 
     The parameters stay the same objects with the same values and strides; their memory is new. So make it when the
     model is on its device, and do not move the model afterwards. The same on every rank that has the same parameters.
-    Raises ValueError for no or several equal parameters, and for parameters that share memory.
+    Raises ValueError for no parameters. None of them may share memory (`refuse_shared_memory`).
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], order: Sequence[int]) -> None:
         self.parameters = list(parameters)
-        _refuse_shared_memory(self.parameters)
+        if not self.parameters:
+            raise ValueError("no parameter is trainable, so there is nothing to shard")
         self.groups = [FlatGroup(positions, self.parameters, order) for positions in shard_groups(self.parameters)]
         """In the sequence of their first parameters."""
         self._pieces: dict[int, list[Piece]] = {}
@@ -152,17 +157,25 @@ def _border(wanted: int, starts: Sequence[int]) -> int:
 def _piece(number: int, group: FlatGroup, member: int, start: int, stop: int) -> Piece:
     begin = group.starts[member]
     place = slice(begin + start, begin + stop)
-    return Piece(group.positions[member], start, stop, number, place, nn.Parameter(group.flat[place]))
+    own = group.flat[place] if group.like[member].dim() else group.flat[begin]
+    return Piece(group.positions[member], start, stop, number, place, nn.Parameter(own))
 
 
-def _refuse_shared_memory(parameters: Sequence[nn.Parameter]) -> None:
-    if not parameters:
-        raise ValueError("no parameter is trainable, so there is nothing to shard")
-    ends: dict[torch.device, int] = defaultdict(int)
-    for parameter in sorted((each for each in parameters if each.numel()), key=lambda each: each.data_ptr()):
-        if parameter.data_ptr() < ends[parameter.device]:
-            raise ValueError(
-                f"two parameters share memory (one of shape {list(parameter.shape)}): use one nn.Parameter for both"
-            )
-        reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
-        ends[parameter.device] = parameter.data_ptr() + reach * parameter.element_size()
+def refuse_shared_memory(module: nn.Module) -> None:
+    """Raise UserError (2) where a parameter shares memory with another one, or with a buffer: a cut would part them."""
+    named: list[tuple[str, Tensor, bool]] = [(name, each, True) for name, each in module.named_parameters()]
+    named += [(name, each, False) for name, each in module.named_buffers()]
+    named = [each for each in named if each[1].numel() and each[1].layout is torch.strided and not each[1].is_meta]
+    ends: dict[tuple[torch.device, bool], tuple[int, str]] = defaultdict(lambda: (0, ""))
+    for name, tensor, is_parameter in sorted(named, key=lambda each: each[1].data_ptr()):
+        begin = tensor.data_ptr()
+        for kind in (True, False):
+            end, other = ends[tensor.device, kind]
+            if begin < end and (kind or is_parameter):
+                raise UserError(
+                    f"{other} and {name} share memory, which --shard would part: use one nn.Parameter for both, or "
+                    "clone() one of them; or leave --shard out"
+                )
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        own = (begin + reach * tensor.element_size(), name)
+        ends[tensor.device, is_parameter] = max(ends[tensor.device, is_parameter], own)

@@ -10,13 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core.base.digests import same_bits
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import CutTensor
 from ddp_core.checkpoint.queues import load_optimizer, with_queues, without_queues
 from ddp_core.checkpoint.state import leaves, replaced
 
-from .elementwise import of_every_item, per_element, same_values
 from .owned import Owned
+
+_MISSING = object()
+_PLAIN = bool | int | float | complex | str | bytes | torch.dtype | torch.device
 
 
 class _Cut(NamedTuple):
@@ -40,7 +43,6 @@ class OwnUpdates:
         self, optimizer: torch.optim.Optimizer, owned: Mapping[int, Owned], group: dist.ProcessGroup | None
     ) -> None:
         self._optimizer, self._group = optimizer, group
-        self._per_element = per_element(optimizer)
         state = optimizer.state_dict()
         self._members: list[list[Owned | Tensor]] = [
             [owned.get(id(parameter), parameter) for parameter in group["params"]] for group in optimizer.param_groups
@@ -76,14 +78,14 @@ class OwnUpdates:
         state = without_queues(state)
         states = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
         groups, numbers = [], itertools.count()
-        for group, members, names in zip(state["param_groups"], self._members, self._per_element, strict=True):
+        for group, members in zip(state["param_groups"], self._members, strict=True):
             kept = []
             for saved, member in zip(group["params"], members, strict=True):
                 if _updated(member) is None:
                     continue
                 kept.append(next(numbers))
                 if saved in state["state"]:
-                    states[kept[-1]] = _own_part(state["state"][saved], member, names)
+                    states[kept[-1]] = _own_part(state["state"][saved], member)
             groups.append({**group, "params": kept})
         load_optimizer(self._optimizer, with_queues({**state, "state": states, "param_groups": groups}))
 
@@ -104,11 +106,11 @@ class OwnUpdates:
         for theirs in everyones:
             for number, entries in theirs.items():
                 known = together.setdefault(number, entries)
-                if different := [name for name in known.keys() | entries.keys() if not _is_alike(name, known, entries)]:
-                    raise self._unlike(number, min(different, key=str))
+                if (name := _unlike(leaves(known), leaves(entries))) is not None:
+                    raise self._refusal(number, name)
         return together
 
-    def _unlike(self, number: int, name: str) -> UserError:
+    def _refusal(self, number: int, name: str) -> UserError:
         """Of an entry that no rank has cut, the ranks would save one value, and it would be wrong for the others."""
         member = list(itertools.chain.from_iterable(self._members))[number]
         shape = list(member.like.shape if isinstance(member, Owned) else member.shape)
@@ -128,7 +130,8 @@ class OwnUpdates:
         def cut(leaf: Any, name: str) -> Any:
             if not isinstance(leaf, _Cut):
                 return leaf
-            return member.cut_tensor(own[name][member.inside] if name in own else None, leaf.dtype)
+            values = own[name].reshape(-1)[member.inside] if name in own else None
+            return member.cut_tensor(values, leaf.dtype)
 
         return replaced(entries, cut)
 
@@ -138,8 +141,17 @@ def _updated(member: Owned | Tensor) -> Tensor | None:
     return member.tensor if isinstance(member, Owned) else member
 
 
-def _is_alike(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return name in one and name in other and same_values(one[name], other[name])
+def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The name of an entry that is not the same in both; None without one. A save refuses what is no plain value."""
+    for name in sorted(one.keys() | other.keys()):
+        here, there = one.get(name, _MISSING), other.get(name, _MISSING)
+        if isinstance(here, Tensor) and isinstance(there, Tensor):
+            if not same_bits(here, there):
+                return name
+        # By their texts, since NaN equals nothing.
+        elif type(here) is not type(there) or (isinstance(here, _PLAIN) and repr(here) != repr(there)):
+            return name
+    return None
 
 
 def _described(state: Mapping[str, Any], cut: Tensor | None) -> Any:
@@ -153,20 +165,14 @@ def _described(state: Mapping[str, Any], cut: Tensor | None) -> Any:
     return replaced(state, described)
 
 
-def _own_part(state: Mapping[str, Any], member: Owned | Tensor, per_element: set[str]) -> Any:
-    """This rank's part of the state of a parameter."""
-    return replaced(state, lambda value, name: _cut(value, member, of_every_item(name) in per_element))
+def _own_part(state: Mapping[str, Any], member: Owned | Tensor) -> Any:
+    """This rank's part of the state of a parameter; never memory that something else uses."""
 
+    def part(value: Any, _: str) -> Any:
+        if not isinstance(value, Tensor | CutTensor):
+            return value
+        if isinstance(member, Tensor) or tuple(value.shape) != tuple(member.like.shape):
+            return value.clone() if isinstance(value, Tensor) else value.whole()
+        return member.filled(member.of_whole(value)).clone()
 
-def _cut(value: Any, member: Owned | Tensor, per_element: bool) -> Any:
-    """This rank's part of a value in the state of a parameter; never memory that something else uses."""
-    if not isinstance(value, Tensor | CutTensor):
-        return value
-    # A parameter without dimensions has the shape of a single number.
-    if (
-        isinstance(member, Tensor)
-        or tuple(value.shape) != tuple(member.like.shape)
-        or not (per_element or member.like.dim())
-    ):
-        return value.clone() if isinstance(value, Tensor) else value.whole()
-    return member.filled(member.of_whole(value)).clone()
+    return replaced(state, part)

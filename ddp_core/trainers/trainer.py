@@ -426,6 +426,8 @@ class Trainer(ABC):
         except DependsOnLayout as error:
             place = job.collectives.world.place
             raise UserError(f"evaluation after step {self.state.step}, {place}: {error}") from None
+        finally:
+            self.state.ownership.forwards_done()
 
     def _fresh_state(self) -> TrainState:
         """The state before the first step."""

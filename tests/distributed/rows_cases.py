@@ -102,9 +102,7 @@ def sharded(**how: Any) -> Iterator[tuple[Net, torch.optim.Optimizer, OwnsRows]]
     """A net on all ranks; all of it is gone at the end: nothing may outlive the process group."""
     module = net()
     optimizer = adam(module)
-    # Tried elsewhere, and longer than all else here.
-    with mock.patch("ddp_core.sharding.owns_part.require_elementwise"):
-        made = [OwnsRows(module, optimizer, MICRO_BATCHES, process_group=_world(), fewest_elements=1, **how)]
+    made = [OwnsRows(module, optimizer, MICRO_BATCHES, process_group=_world(), fewest_elements=1, **how)]
     try:
         yield module, optimizer, made[0]
     finally:

@@ -67,4 +67,4 @@ def test_an_optimizer_that_draws_is_refused_under_shards(tmp_path: Path) -> None
     words = ["train", *CASES["optimizer"], "--layout", "ddp", "--nproc-per-node", "2", "--shard", "optimizer"]
     ended = ddp(*words, "--device", "cpu", "--output", tmp_path)
     assert ended.code == 2
-    assert "Langevin draws random numbers in its step" in ended.errors
+    assert "Langevin does not say that it updates each element by itself" in ended.errors

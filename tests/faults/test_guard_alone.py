@@ -65,10 +65,6 @@ OFF: Mapping[str, Mapping[str, Any]] = {
     },
     "foreign buffers": {"ddp_core.reduction.foreign_buffers.ForeignBuffers.refuse_changed": nothing},
     "hooks of replicas": {"ddp_core.trainers.data_parallel.share_hooks": nothing},
-    "trial of optimizers": {
-        "ddp_core.sharding.elementwise.require_elementwise": nothing,
-        "ddp_core.sharding.owns_part.require_elementwise": nothing,
-    },
     "keyed draws": {"ddp_core.base.seeds.key_draws": nothing, "ddp_core.data.loader.key_draws": nothing},
     "generators of threads": {
         "ddp_core.base.own_generator.OwnGenerator.__enter__": nothing,
@@ -142,12 +138,6 @@ FOREIGN = file("foreign_code")
         case("foreign buffers", *file("changing", "rare"), *DDP),
         # Hooks on weights.
         case("hooks of replicas", *file("changing", "hooks"), *DP, fast=True),
-        # Optimizers that need whole parameters, or draw.
-        *(
-            case("trial of optimizers", *file("not_elementwise"), *DDP, "--shard", shard)
-            for shard in ("optimizer", "gradients", "parameters")
-        ),
-        case("trial of optimizers", *file("draws_optimizer"), *DDP, "--shard", "optimizer"),
         # Random numbers.
         case("keyed draws", *file("draws_forward"), fast=True),
         case("keyed draws", *file("draws_forward"), *DP),

@@ -376,6 +376,8 @@ LOSSES: tuple[str, ...] = (
 
 _SIGNED = """
 class Signed(torch.optim.Optimizer):
+    elementwise = {elementwise}
+
     def __init__(self, parameters, lr=0.01):
         super().__init__(parameters, dict(lr=lr))
 
@@ -565,7 +567,7 @@ def _around(draw: random.Random, family: Family, habits: Sequence[Habit]) -> tup
     if any("requires_grad_" in each.callback for each in habits) or draw.random() < 0.6:
         rule = draw.choice((*OWN_RULES, *UPDATES))
         if rule in UPDATES:
-            own.append(_SIGNED.format(rule=rule))
+            own.append(_SIGNED.format(rule=rule, elementwise=rule == UPDATES[0]))
             rule = "Signed(kept)"
         own.append(_function("optimizer(model)", ["kept = list(model.parameters())", f"return {rule}"]))
     else:

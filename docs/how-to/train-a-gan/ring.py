@@ -38,6 +38,8 @@ class Gan(nn.Module):
 class InTurn(torch.optim.Adam):
     """Updates one parameter group in each step: the critic's, the generator's, the critic's, ..."""
 
+    elementwise = True  # for --shard: the update of a number needs no other one
+
     def step(self, closure: Any = None) -> Any:
         turn = self.param_groups[0].setdefault("turn", 0)  # in a group, it is in the checkpoint
         for number, group in enumerate(self.param_groups):

@@ -29,12 +29,6 @@ with torch.random.fork_rng():
 """Two of other weights, and one of several dtypes: made once, since threads share the random numbers."""
 
 
-@pytest.fixture(autouse=True)
-def on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    # It looks at the random numbers of all threads.
-    monkeypatch.setattr("ddp_core.sharding.owns_part.require_elementwise", lambda _: None)
-
-
 def owns(group: Any, number: int = 0, micro_batches: int = MICRO_BATCHES, **how: Any) -> OwnsRows:
     made = copy.deepcopy(NETS[number])
     return OwnsRows(made, adam(made), micro_batches, process_group=group, **{"fewest_elements": 1, **how})

@@ -108,8 +108,6 @@ def test_what_a_rank_owns_comes_with_the_shares_of_its_mode(
     mode: ShardMode, shares: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_threads(monkeypatch)
-    # It looks at the random numbers of all threads.
-    monkeypatch.setattr("ddp_core.sharding.owns_part.require_elementwise", lambda _: None)
     made = nn.Linear(50, 50)
 
     def cut(group: Any) -> list[int]:
@@ -129,7 +127,6 @@ def test_what_a_rank_owns_comes_with_the_shares_of_its_mode(
 @pytest.mark.parametrize("shares", ["contiguous", "strided"])
 def test_pieces_lie_and_wait_as_they_were_told(shares: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
-    monkeypatch.setattr("ddp_core.sharding.owns_part.require_elementwise", lambda _: None)
     made = nn.Linear(3000, 3)
 
     def pieces(nodes: tuple[int, ...], group: Any) -> Any:
@@ -180,7 +177,6 @@ def test_other_weights_on_a_rank_are_refused_before_the_first_step(
     mode: ShardMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_threads(monkeypatch)
-    monkeypatch.setattr("ddp_core.sharding.owns_part.require_elementwise", lambda _: None)
     made = nn.Linear(3, 2)
 
     def begin(group: Any) -> None:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_core.base.errors import UserError
 from ddp_core.reduction.exchange import LINE_BYTES
 from ddp_core.reduction.flat import in_memory_order
 from ddp_core.reduction.norm import BLOCK
-from ddp_core.sharding.shards import Shards, shard_groups
+from ddp_core.sharding.shards import Shards, refuse_shared_memory, shard_groups
 
 SHAPES = [(3,), (), (500, 7), (0, 4), (4, 0), (1,), (2 * BLOCK,), (BLOCK + 1,), (4, 3, 3, 3), (1100, 1000), (5, 5)]
 SHAPES += [(200, 77)]
@@ -51,9 +52,10 @@ def test_every_element_has_one_owner_and_cuts_lie_between_blocks(world_size: int
         assert parameter.numel() or len(own) == 1, "what has no element has a state, too"
         values = in_memory_order(parameter.detach(), parameter)
         for piece in own:
-            assert torch.equal(piece.tensor, values[piece.start : piece.stop])
-            assert piece.tensor.shape == (piece.stop - piece.start,)
-            assert torch.equal(piece.tensor, shards.groups[piece.group].flat[piece.place])
+            assert piece.tensor.shape == ((piece.stop - piece.start,) if parameter.dim() else ())
+            flat = piece.tensor.view(-1)
+            assert torch.equal(flat, values[piece.start : piece.stop])
+            assert torch.equal(flat, shards.groups[piece.group].flat[piece.place])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 16])
@@ -122,14 +124,25 @@ def test_the_gradient_of_a_parameter_alone_is_sent_as_it_lies() -> None:
 
 def test_parameters_that_share_memory_are_refused() -> None:
     memory = torch.zeros(10)
-    with pytest.raises(ValueError, match="two parameters share memory"):
-        Shards([nn.Parameter(memory[:6]), nn.Parameter(memory[4:])], range(2))
-    strided = nn.Parameter(torch.as_strided(memory, (3, 2), (4, 1)))  # its last element is number 9
-    with pytest.raises(ValueError, match="two parameters share memory"):
-        Shards([nn.Parameter(memory[9:]), strided], range(2))
-    Shards([nn.Parameter(torch.as_strided(memory, (2, 2), (4, 1))), nn.Parameter(memory[6:])], range(2))
-    weight = nn.Parameter(memory)
-    with pytest.raises(ValueError, match="two parameters share memory"):
-        Shards([weight, weight], range(2))
+    strided = torch.as_strided(memory, (3, 2), (4, 1))  # its last element is number 9
+
+    def with_tensors(one: torch.Tensor, other: torch.Tensor, buffers: int = 0) -> nn.Module:
+        module = nn.Module()
+        for number, each in enumerate((one, other)):
+            if number < buffers:
+                module.register_buffer(f"b{number}", each)
+            else:
+                module.register_parameter(f"p{number}", nn.Parameter(each))
+        return module
+
+    for one, other in ((memory[:6], memory[4:]), (memory[4:], memory[:6]), (memory[9:], strided)):
+        for buffers in (0, 1):
+            with pytest.raises(UserError, match=r"^[bp]. and [bp]. share memory"):
+                refuse_shared_memory(with_tensors(one, other, buffers))
+        refuse_shared_memory(with_tensors(one, other, buffers=2))
+    refuse_shared_memory(with_tensors(torch.as_strided(memory, (2, 2), (4, 1)), memory[6:]))
+    tied = with_tensors(memory, torch.zeros(2))
+    tied.register_parameter("again", tied.p0)
+    refuse_shared_memory(tied)
     with pytest.raises(ValueError, match="nothing to shard"):
         Shards([], range(2))

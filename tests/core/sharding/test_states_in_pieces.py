@@ -107,8 +107,6 @@ def train(net: nn.Module, make: Callable[..., Any], way: Any, group: Any) -> tup
 @pytest.fixture(autouse=True)
 def on_groups_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
-    # Tried elsewhere, and far longer than a training.
-    monkeypatch.setattr("ddp_core.sharding.owns_part.require_elementwise", lambda _: None)
 
 
 @functools.cache

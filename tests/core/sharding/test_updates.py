@@ -109,6 +109,8 @@ class Rank:
             start, stop = [0, *cuts[-size:]][rank : rank + 2]
             has_part = has_empty or start < stop or (name == "none" and rank == 0)
             tensor = nn.Parameter(memory_of(whole[name].detach())[start:stop].clone()) if has_part else None
+            if name == "number":  # which is never cut between rows
+                tensor = nn.Parameter(whole[name].detach().clone()) if start < stop else None
             self.owned[name] = Owned(name, whole[name], start, stop, tensor)
         self.whole = whole["whole"]
         self.updates = OwnUpdates(self.optimizer, {id(whole[name]): own for name, own in self.owned.items()}, group)
@@ -118,7 +120,7 @@ class Rank:
         self.whole.grad = every["whole"]
         for name, own in self.owned.items():
             if own.tensor is not None:
-                own.tensor.grad = memory_of(every[name])[own.start : own.stop]
+                own.tensor.grad = memory_of(every[name])[own.start : own.stop].view(own.tensor.shape)
         self.optimizer.step()
 
 
@@ -209,7 +211,7 @@ def test_each_rank_keeps_the_state_of_its_part_alone_in_memory_of_its_own() -> N
                 (whole["past"][1], kept["past"][1]),
                 (whole["inner"][0]["square"], kept["inner"][0]["square"]),
             ]:
-                assert torch.equal(value, memory_of(theirs)[own])
+                assert torch.equal(value.view(-1), memory_of(theirs)[own])
                 value.add_(1)
             kept["steps"].add_(1)
     assert in_order(state) == before

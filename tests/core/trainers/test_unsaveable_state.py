@@ -26,6 +26,8 @@ def model():
 
 
 class Keeps(torch.optim.Optimizer):
+    elementwise = True
+
     def __init__(self, parameters, keep):
         super().__init__(parameters, {"lr": 0.1})
         self.keep, self.steps = keep, 0

@@ -17,6 +17,8 @@ COUNTS = {"updates": 0, "steps": 0}
 class Slower(torch.optim.SGD):
     """Makes shorter steps the more it has made."""
 
+    elementwise = True
+
     def __init__(self, *words: Any, **named: Any) -> None:
         super().__init__(*words, **named)
         self.t = 0

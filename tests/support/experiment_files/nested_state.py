@@ -14,6 +14,8 @@ DECAYS = (0.0, 0.5, 0.9)
 
 
 class Nested(torch.optim.Optimizer):
+    elementwise = True
+
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
 

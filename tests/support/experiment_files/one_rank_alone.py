@@ -25,6 +25,8 @@ class Changes(Callback):
 class Forgets(torch.optim.SGD):
     """Changes its momentum on rank 0 alone."""
 
+    elementwise = True
+
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         super().step()
         group = self.param_groups[0]

@@ -1,0 +1,192 @@
+"""Weights that others' code changes, and memory that tensors share: kept with the bits of one process, or refused."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ddp_core.record.directory import find_runs
+from tests.support.commands import Ended, ddp
+
+BEGIN = """
+import torch
+from torch import nn
+from ddp_core import Callback, Experiment, InMemory, Splits
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(48, 8, generator=generator)
+    targets = (inputs.sum(1) > 0).long()
+    return Splits(InMemory(inputs, targets), InMemory(inputs[:16], targets[:16]))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 7), nn.Linear(7, 2)
+
+    def forward(self, inputs):
+        return self.b(torch.relu(self.a(inputs)))
+
+def model():
+    return Net()
+
+class Changes(Callback):
+    ranks = "all"
+
+    @torch.no_grad()
+    def on_epoch(self, moment):
+        change(moment.model)
+
+experiment = Experiment(name="mine", global_batch_size=16, micro_batch=4, epochs=2)
+"""
+OPTIMIZER = """
+def optimizer(model, lr: float = 0.05):
+    made = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    made.register_step_post_hook(lambda *_: after_step(model))
+    return made
+"""
+FILES = {
+    "a clamp after each step": OPTIMIZER
+    + """
+@torch.no_grad()
+def after_step(model):
+    for each in model.parameters():
+        each.clamp_(-0.15, 0.15)
+""",
+    "a teacher": OPTIMIZER
+    + """
+class Net(Net):
+    def __init__(self):
+        super().__init__()
+        self.t = nn.Linear(8, 7).requires_grad_(False)
+
+    def forward(self, inputs):
+        return self.b(torch.relu(self.a(inputs) + self.t(inputs)))
+
+@torch.no_grad()
+def after_step(model):
+    for ours, theirs in zip(model.t.parameters(), model.a.parameters()):
+        ours.lerp_(theirs, 0.1)
+""",
+    "a callback": """
+def change(model):
+    for each in model.parameters():
+        each.mul_(0.5)
+
+callbacks = [Changes()]
+""",
+    "frozen in a callback": """
+def change(model):
+    model.a.requires_grad_(False)
+
+callbacks = [Changes()]
+""",
+    "a list of parameters": """
+HELD = []
+
+def optimizer(model, lr: float = 0.05):
+    HELD[:] = model.parameters()
+    return torch.optim.SGD(HELD, lr=lr)
+
+def change(model):
+    for each in HELD:
+        each.mul_(0.5)
+
+callbacks = [Changes()]
+""",
+    "after a forward of its own": """
+def change(model):
+    model(torch.ones(2, 8))
+    for each in model.parameters():
+        each.mul_(0.5)
+
+callbacks = [Changes()]
+""",
+    "two parameters, one memory": """
+class Net(Net):
+    def __init__(self):
+        super().__init__()
+        self.c = nn.Linear(8, 7, bias=False)
+        self.c.weight = nn.Parameter(self.a.weight.data)
+
+    def forward(self, inputs):
+        return self.b(torch.relu(self.a(inputs) + self.c(inputs)))
+""",
+    "a view of a weight": """
+class Net(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("row", self.a.weight.detach()[0])
+
+    def forward(self, inputs):
+        return self.b(torch.relu(self.a(inputs)) * self.row.sum())
+""",
+    "one number for a buffer": """
+class Net(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.full((1,), 0.5).expand(7))
+
+    def forward(self, inputs):
+        return self.b(torch.relu(self.a(inputs)) * self.scale)
+""",
+    "one number for a parameter": """
+class Net(Net):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 0.5).expand(7))
+""",
+}
+SHARED = "share memory, which --shard would part"
+REFUSED = {
+    ("frozen in a callback", "parameters"): "and --shard parameters has cut what was trained at first",
+    ("a list of parameters", "parameters"): "was changed outside of forward where nothing keeps it",
+    ("after a forward of its own", "parameters"): "was changed outside of forward where nothing keeps it",
+    ("two parameters, one memory", "optimizer"): f"a.weight and c.weight {SHARED}",
+    ("two parameters, one memory", "parameters"): f"a.weight and c.weight {SHARED}",
+    ("a view of a weight", "optimizer"): SHARED,
+    ("a view of a weight", "parameters"): SHARED,
+    ("one number for a parameter", "optimizer"): "scale: one number of a parameter stands for several elements",
+    ("one number for a parameter", "none"): "scale: one number of a parameter stands for several elements",
+}
+FAST = {("a clamp after each step", "parameters"), ("a list of parameters", "parameters")}
+CASES = [
+    *REFUSED,
+    *(("a clamp after each step", shard) for shard in ("optimizer", "parameters")),
+    *(("a teacher", shard) for shard in ("optimizer", "parameters")),
+    ("a callback", "parameters"),
+    ("two parameters, one memory", "none"),
+    ("a view of a weight", "none"),
+    *(("one number for a buffer", shard) for shard in ("none", "optimizer", "parameters")),
+]
+
+
+def train(name: str, folder: Path, *words: str) -> tuple[Ended, str | None]:
+    """How it ended, and the digest of the weights."""
+    (folder / "mine.py").write_text(BEGIN + FILES[name], encoding="utf-8")
+    so = ("--device", "cpu", "--rehearsal", "off", "--guard", "off")
+    ended = ddp("train", folder / "mine.py", *so, "--output", folder, *words)
+    return ended, next((record.get("weights_sha256") for _, record in find_runs(folder)), None)
+
+
+@functools.cache
+def alone(name: str) -> str | None:
+    with tempfile.TemporaryDirectory() as folder:
+        return train(name, Path(folder))[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "shard"),
+    [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],
+)
+def test_weights_under_shards_are_those_of_one_process_or_refused(name: str, shard: str, tmp_path: Path) -> None:
+    ended, digest = train(name, tmp_path, "--layout", "ddp", "--nproc-per-node", "2", "--shard", shard)
+    if (said := REFUSED.get((name, shard))) is None:
+        assert (ended.code, digest) == (0, alone(name)), ended.errors
+    else:
+        assert ended.code == 2, ended.errors
+        assert said in ended.errors
+        assert "Traceback" not in ended.errors
