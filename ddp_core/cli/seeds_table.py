@@ -24,4 +24,8 @@ def facts_over_seeds(found: OverSeeds | None) -> dict[str, Any] | None:
     """The same in plain JSON types."""
     if found is None:
         return None
-    return {"seeds": found.seeds, "left_out": found.left_out, "figures": {figure.name: figure._asdict() for figure in found.figures}}
+    return {
+        "seeds": found.seeds,
+        "left_out": found.left_out,
+        "figures": {figure.name: figure._asdict() for figure in found.figures},
+    }

@@ -9,8 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from ddp_core.config.records import dotted
+
 _NAMES = ("train_loss", "test_", "ema_test_")
 _COVERAGE = 0.95
+_NO_FAMILY = ("seed", "ddp.find_unused_parameters")
+"""Settings in which runs of one family may differ."""
 
 
 class Figure(NamedTuple):
@@ -53,7 +57,8 @@ class OverSeeds(NamedTuple):
 
 def family_of(record: Mapping[str, Any]) -> str:
     """The same text for the records of runs that differ in their seed, or not at all."""
-    return json.dumps({name: value for name, value in record["experiment"].items() if name != "seed"}, sort_keys=True)
+    settings = {name: value for name, value in dotted(record["experiment"]).items() if name not in _NO_FAMILY}
+    return json.dumps(settings, sort_keys=True)
 
 
 def over_seeds(records: Iterable[Mapping[str, Any]]) -> OverSeeds | None:

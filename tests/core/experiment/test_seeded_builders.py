@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from ddp_core.experiment.file import LoadedExperiment, load_experiment
 from ddp_core.experiment.request import build_model, build_splits
