@@ -96,7 +96,7 @@ def rehearse(asked: Asked, command: str) -> int:
 
 
 def _built_twice(request: Request) -> BuiltExperiment:
-    """All parts, of which `build_parts` makes the model twice. Raises UserError where the data are other ones, too."""
+    """All parts. Raises UserError where the data are other ones when they are built again."""
     place = Path(request.options.data_dir)
     parts = build_parts(request.loaded, place)
     # Not the files: reading all of them may take longer than a rehearsal.

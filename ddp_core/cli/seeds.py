@@ -35,7 +35,7 @@ def train_seeds(
         return ExitCode.DONE
     code = train_all(trials, at_once)
     found = [run[1] for trial in trials if (run := trial.completed()) is not None]
-    if (table := table_over_seeds(over_seeds(found), trials[0].experiment)) is not None:
+    if (table := table_over_seeds(over_seeds(found), trials[0].loaded.experiment.name)) is not None:
         print(table)
     return code
 

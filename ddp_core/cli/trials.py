@@ -7,6 +7,7 @@ they save and stop, and the same command goes on where they were.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -27,6 +28,10 @@ from ddp_core.config.options import Asked
 from ddp_core.distributed.launchers import Node
 from ddp_core.distributed.reports import caller_variables
 from ddp_core.distributed.world import World, node_here
+from ddp_core.experiment.file import LoadedExperiment
+from ddp_core.experiment.request import build_splits, promise_broken_by
+from ddp_core.numerics.limits import portable_refused_by, rules_of
+from ddp_core.record.data import digest_data
 from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.lock import require_unlocked
 
@@ -40,19 +45,14 @@ class Trial:
     name: str
     """What tells it from the others: `seed 3`, or the settings that are its own."""
     asked: Asked
-    experiment: str
-    """The experiment's name."""
-    digest: str
-    """The digest of the experiment with all settings."""
-    file: Path
-    """The experiment's file."""
+    loaded: LoadedExperiment
+    """The experiment with all settings."""
 
     @classmethod
     def of(cls, name: str, asked: Asked, settings: Sequence[str]) -> Trial:
         """The training that is `asked` for, with further settings. Raises UserError where they cannot be set."""
         asked = asked.model_copy(update={"settings": (*asked.settings, *settings)})
-        loaded = load_with_settings(asked.experiment, asked.settings)
-        return cls(name, asked, loaded.experiment.name, loaded.experiment.digest(), loaded.path)
+        return cls(name, asked, load_with_settings(asked.experiment, asked.settings))
 
     @property
     def is_new(self) -> bool:
@@ -61,9 +61,9 @@ class Trial:
 
     @property
     def runs(self) -> list[tuple[RunDirectory, Mapping[str, Any]]]:
-        """The runs of just this training, with the code of today, the oldest first."""
-        found = find_runs(Path(self.asked.output))
-        same = [(directory, record) for directory, record in found if record["experiment_sha256"] == self.digest]
+        """The runs of just this training, with the code and the data of today, the oldest first."""
+        found, digest = find_runs(Path(self.asked.output)), self.loaded.experiment.digest()
+        same = [(directory, record) for directory, record in found if record["experiment_sha256"] == digest]
         return [(directory, record) for directory, record in same if self._is_this(record)]
 
     def completed(self) -> tuple[RunDirectory, Mapping[str, Any]] | None:
@@ -89,10 +89,36 @@ class Trial:
         reduction = record["options"]["reduction"]
         return (
             began == [asked.init_from, asked.fork]
-            and asked.reduction in (None, reduction)
+            and reduction == self._reduction
             and (reduction == "exact" or (layout["kind"], layout.get("shard", "none")) == (asked.layout, asked.shard))
-            and not _has_other_code(record, self.file)
+            and self._has_numerics_of(record)
+            and not _has_other_code(record, self.loaded.path)
+            and record["data_sha256"] == _data_of(self.loaded, asked.data_dir)
         )
+
+    @property
+    def _reduction(self) -> str:
+        experiment = self.loaded.experiment
+        return self.asked.reduction or ("plain" if promise_broken_by(experiment) else experiment.reduction)
+
+    def _has_numerics_of(self, record: Mapping[str, Any]) -> bool:
+        """Whether the numerics are a run's; those that the experiment asks for are native where they cannot be had."""
+        rules = rules_of(self.asked.numerics or self.loaded.experiment.numerics)
+        cannot = record["layout"]["device"] == "cuda" or portable_refused_by() is not None
+        wanted = {rules, None} if self.asked.numerics is None and cannot else {rules}
+        return (record.get("fingerprint") or {}).get("numerics_rules") in wanted
+
+
+_digests: dict[str, str | None] = {}
+"""The digests of data by what they were built of: the trials of one command have few data sets, or one."""
+
+
+def _data_of(loaded: LoadedExperiment, data_dir: str) -> str | None:
+    """The digest of the data that the experiment has today; None where they are random. Raises UserError."""
+    of = json.dumps([str(loaded.path), loaded.experiment.data.model_dump(mode="json"), data_dir])
+    if of not in _digests:
+        _digests[of] = digest_data(build_splits(loaded, Path(data_dir))).sha256
+    return _digests[of]
 
 
 def _has_other_code(record: Mapping[str, Any], file: Path) -> bool:

@@ -29,7 +29,9 @@ from ddp_core.record.weights import WEIGHTS, exchanged_weights, read_weights
 def verify_run(
     path: Path, layout: LayoutKind | None, device: str | None, nproc_per_node: int | None, data_dir: str | None
 ) -> int:
-    """Repeat the run at `path`, on its own layout or another; returns 0 when the weights are the same bits.
+    """Repeat the run at `path`, on its own layout or another; returns 0 when all that is compared has the same bits.
+
+    That is the weights, their average, and where the promise covers it the optimizer's state and the last evaluation.
 
     `path`: a directory with a run's run.json, source/ and model.safetensors. Where it also holds metrics.jsonl and
     data.json, a difference is placed: at which step, or in which part of the data. Raises UserError for a run that
@@ -141,10 +143,22 @@ def _judge(directory: RunDirectory, record: Mapping[str, Any], again: RunDirecto
         differs = f" (although the fingerprint differs: {other[0]})" if other else _on_another_cpu(record, repeated)
         if repeated.get("ended_early"):
             print(f"both      {ends[1]}")
-        figure = None if other or broken else _other_figure(record["result"], repeated["result"])
+        is_promised = not other and not broken
+        has_optimizer = is_promised and None not in (record["optimizer_sha256"], repeated["optimizer_sha256"])
+        if has_optimizer and record["optimizer_sha256"] != repeated["optimizer_sha256"]:
+            print("different state of the optimizer, though the weights are identical")
+            return DIFFERENT
+        figure = _other_figure(record["result"], repeated["result"]) if is_promised else None
         if figure is not None:
             print(f"different figures, though the weights are identical: {figure}")
             return DIFFERENT
+        covered = {
+            "weights and buffers": True,
+            "their average": record.get("ema_sha256") is not None,
+            "optimizer's state": has_optimizer,
+            "last evaluation": is_promised and any(name.startswith("test_") for name in record["result"]),
+        }
+        print(f"compared  {', '.join(what for what, is_so in covered.items() if is_so)}")
         print(f"identical{differs}{f', but {broken}' if broken else ''}")
         return ExitCode.DONE
     causes = [f"another fingerprint, which the promise does not cover: {'; '.join(other)}"] if other else []

@@ -102,6 +102,8 @@ class DdpOptions(Frozen):
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
     find_unused_parameters: bool = False
+    """For models of which some micro-batches leave parameters out. The exact reduction sees that in its first step; it
+    needs this where it begins later. No part of what is trained: experiments that differ in it alone are the same."""
     broadcast_buffers: bool = True
     communication_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     powersgd_rank: int = Field(default=1, gt=0)
@@ -240,8 +242,9 @@ class Experiment(Frozen):
             raise UserError(f"experiment {record.get('name', '?')}: {explain(error)}") from None
 
     def digest(self) -> str:
-        """SHA-256 over the canonical JSON: equal exactly when the experiments are equal."""
+        """SHA-256 over the canonical JSON: equal exactly when what is trained is equal."""
         record = self.to_json()
+        record["ddp"]["find_unused_parameters"] = False
         for name in _ADDED_LATER:
             if getattr(self, name) == type(self).model_fields[name].default:
                 del record[name]

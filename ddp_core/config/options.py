@@ -103,6 +103,9 @@ class ExperimentOptions(Frozen):
     miniature: Annotated[bool, CommandLine(hidden=True)] = Field(
         default=False, description="Train two epochs of a few steps in the place of the whole run."
     )
+    clock_ahead: Annotated[bool, CommandLine(hidden=True)] = Field(
+        default=False, description="Let `time.time` be a day ahead for the experiment's code."
+    )
     noted_in: Annotated[str | None, CommandLine(metavar="FILE", hidden=True)] = Field(
         default=None, description="Note after each step, in this file, checksums of all that a checkpoint holds."
     )

@@ -1,9 +1,8 @@
 """What is looked at on a freshly built model before it is trained: that every layout begins with the same weights.
 
-In a process's first group a builder is called twice, and gives the same weights both times (`built_alike`). What a
-first forward makes is made before anything looks at the parameters: a lazy layer (torch.nn.LazyLinear) has none until
-it has seen a batch, and the optimizer needs them (`make_real`); a table, such as a rotary embedding's sines, is kept in
-a buffer that the first forward fills, which changes a buffer and yet makes nothing that depends on the layout
+What a first forward makes is made before anything looks at the parameters: a lazy layer (torch.nn.LazyLinear) has none
+until it has seen a batch, and the optimizer needs them (`make_real`); a table, such as a rotary embedding's sines, is
+kept in a buffer that the first forward fills, which changes a buffer and yet makes nothing that depends on the layout
 (`fill_tables`). Every rank of every layout runs the same forwards on the same samples, in evaluation mode, and the
 random numbers that come afterwards are as if it had not. Then ranks compare what they have built
 (`require_same_model`).
@@ -11,11 +10,7 @@ random numbers that come afterwards are as if it had not. Then ranks compare wha
 
 from __future__ import annotations
 
-import contextlib
-import io
-import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, zip_longest
 
 import numpy as np
@@ -23,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ddp_core.base.digests import same_bits
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import generators_kept
 from ddp_core.base.torch_internals import buffers_of
@@ -38,47 +32,7 @@ from ddp_core.model.forward_state import ForwardState
 from ddp_core.reduction.batch_statistics import BatchNorm
 from ddp_core.reduction.foreign_buffers import ForeignBuffers
 
-_SECONDS = 0.1
-"""How long the first call of a builder may take, so that there is a second one."""
-_ELEMENTS = 2**24
-"""How many numbers the model may have, of which there are then two."""
-_LATER = 86_461.25
-"""Seconds: the clock of the second call is ahead, so that a seed made of whole seconds is another one, too."""
 _SAMPLES = 2  # many models cannot take a single one
-
-
-def built_alike(name: str, make: Callable[[], nn.Module]) -> nn.Module:
-    """The model that `make` returns, called a second time where that costs little.
-
-    Raises UserError where the second call, from the same states of the random generators, returns other weights.
-    """
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    began = time.perf_counter()
-    model = make()
-    seconds = time.perf_counter() - began
-    with user_code("your model"):
-        size = sum(tensor.numel() for _, tensor in _tensors_of(model) if not is_lazy(tensor))
-        if seconds > _SECONDS or size > _ELEMENTS:
-            return model
-        with generators_kept():
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.set_rng_state(states[2])
-            try:
-                with _later(), contextlib.redirect_stdout(io.StringIO()):
-                    again = make()
-            except Exception:
-                return model  # it can be called once only, which says nothing of its weights
-        others = dict(_tensors_of(again))
-        differing = [key for key, each in _tensors_of(model) if key not in others or not _alike(each, others[key])]
-    if differing:
-        raise UserError(
-            f"model {name} has other weights when it is built again with the same seed ({differing[0]} differs), so "
-            "layouts and runs would begin with different ones: it reads a clock or a source of true randomness, or "
-            "what its first call has changed; draw from torch, numpy or random as they are, which are seeded before "
-            "each call"
-        )
-    return model
 
 
 def lazy_parts(model: nn.Module) -> list[str]:
@@ -196,26 +150,6 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _line_about(name: str, tensor: Tensor) -> str:
     left_alone = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", not trained"
     return f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{left_alone}"
-
-
-def _alike(tensor: Tensor, other: Tensor) -> bool:
-    if is_lazy(tensor) or is_lazy(other):
-        return is_lazy(tensor) and is_lazy(other)
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        return (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
-    return same_bits(tensor, other)
-
-
-@contextlib.contextmanager
-def _later() -> Iterator[None]:
-    """In this block it is a day later."""
-    now, now_ns = time.time, time.time_ns
-    time.time = lambda: now() + _LATER
-    time.time_ns = lambda: now_ns() + round(_LATER * 1e9)
-    try:
-        yield
-    finally:
-        time.time, time.time_ns = now, now_ns
 
 
 def _inputs(experiment: Experiment, splits: Splits, first: int, count: int) -> Tree:

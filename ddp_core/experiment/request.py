@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from ddp_core.experiment.building import (
     schedule_of,
 )
 from ddp_core.experiment.file import LoadedExperiment, Served, in_one_line, place_of, run_file
-from ddp_core.experiment.fresh_model import built_alike, fill_tables, make_real, own_memory
+from ddp_core.experiment.fresh_model import fill_tables, make_real, own_memory
 from ddp_core.experiment.source import serve_modules
 from ddp_core.model.builders import lay_out
 from ddp_core.model.losses import HITS
@@ -133,6 +132,12 @@ class Request:
         if hashlib.sha256(source.encode()).hexdigest() != told["source_sha256"]:
             raise UserError(f"the request's copy of {path} was changed on its way; start again")
         served = None if told["served"] is None else Served(*told["served"])
+        asked = None if told["asked"] is None else Asked(**told["asked"])
+        if asked is not None and asked.clock_ahead:
+            # Only a rehearsal asks for it.
+            from ddp_core.base.later import put_clock_ahead
+
+            put_clock_ahead()
         if served is not None:
             serve_modules(served)
         experiment = Experiment.from_json(told["experiment"])
@@ -145,7 +150,7 @@ class Request:
             options=Options(**told["options"]),
             resume=told["resume"],
             command=told["command"],
-            asked=None if told["asked"] is None else Asked(**told["asked"]),
+            asked=asked,
             evaluated=None if told["evaluated"] is None else Evaluated(*told["evaluated"]),
             rehearsed=None if told["rehearsed"] is None else tuple(told["rehearsed"]),
         )
@@ -188,15 +193,14 @@ def build_parts(
     data_dir: Path,
     device: torch.device | str = "cpu",
     splits: Splits | None = None,
-    is_known: bool = False,
 ) -> BuiltExperiment:
     """Everything that the experiment's functions build, the model with its initial weights (from the seed) on `device`.
 
-    `splits`: the data, where they are there already. `is_known`: as for `build_model`. Raises UserError.
+    `splits`: the data, where they are there already. Raises UserError.
     """
     if splits is None:
         splits = build_splits(loaded, data_dir)
-    model = build_model(loaded, device, splits, is_known)
+    model = build_model(loaded, device, splits)
     _require_storable(model)
     optimizer = optimizer_of(loaded, model)
     callbacks, observers = callbacks_of(loaded)
@@ -232,18 +236,14 @@ def _require_storable(model: nn.Module) -> None:
                 ) from None
 
 
-def build_model(
-    loaded: LoadedExperiment, device: torch.device | str, splits: Splits | None = None, is_known: bool = False
-) -> nn.Module:
+def build_model(loaded: LoadedExperiment, device: torch.device | str, splits: Splits | None = None) -> nn.Module:
     """The model with its initial weights, which follow from the seed, on `device`.
 
     With `splits`, its lazy layers and the tables in its buffers are made from the first samples; else they are left.
-    Raises UserError, also where the weights follow from something else, as far as a second call shows it; there is no
-    second call where this `is_known`.
+    Raises UserError.
     """
     experiment = loaded.experiment
-    make = partial(_new_model, loaded)
-    model = make() if is_known else built_alike(experiment.model.name, make)
+    model = _new_model(loaded)
     if splits is not None:
         make_real(model, experiment, splits)
     own_memory(model)
@@ -271,8 +271,13 @@ def _new_model(loaded: LoadedExperiment) -> nn.Module:
 
 
 def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:
-    """The experiment's data sets. Raises UserError, also where there are too few samples for one step."""
+    """The experiment's data sets, the same in every run and for every seed: their builder's draws are seeded.
+
+    Raises UserError, also where there are too few samples for one step.
+    """
     experiment = loaded.experiment
+    torch.manual_seed(0)
+    seed_draws(mix(0, 10))
     built = build(resolve(loaded, "data", experiment.data.name), experiment.data.options, {"root": data_dir})
     splits = as_splits(built, f"data {experiment.data.name}")
     collate = loaded.namespace.get("collate")

@@ -35,13 +35,16 @@ class Values(NamedTuple):
 
 
 def differing(record: Mapping[str, Any], experiment: Experiment) -> dict[str, Values]:
-    """The settings in which a run's record and an experiment differ, by the names that `--set` knows."""
+    """The settings in which a run's record and an experiment differ, by the names that `--set` knows.
+
+    Whether DDP looks for unused parameters is none: it changes nothing of what is trained.
+    """
     there, here = (dotted(part) for part in (record.get("experiment") or {}, experiment.to_json()))
     if there:
         # The record may be older than a setting; the run then had the setting's default.
         later = {name: field.default for name, field in Experiment.model_fields.items() if name in here}
         there = later | there
-    names = [*here, *(there.keys() - here.keys())]
+    names = [name for name in [*here, *(there.keys() - here.keys())] if name != "ddp.find_unused_parameters"]
     values = {name: Values(there.get(name, ...), here.get(name, ...)) for name in names}
     return {name: pair for name, pair in values.items() if pair.there != pair.here}
 
@@ -104,7 +107,7 @@ def find_unfinished(request: Request) -> RunDirectory | None:
 
 def _is_unfinished(record: Mapping[str, Any], request: Request) -> bool:
     """Whether the run is of just this experiment and has not come to its end."""
-    same = record.get("experiment_sha256") == request.loaded.experiment.digest() and starts_alike(record, request)
+    same = not differing(record, request.loaded.experiment) and starts_alike(record, request)
     return same and record.get("status") != "completed"
 
 
@@ -126,7 +129,7 @@ def _could_be_meant(directory: RunDirectory, record: Mapping[str, Any], request:
 def require_continuable(directory: RunDirectory, request: Request, samples: int) -> None:
     """Raises UserError (3), with the differences, where the run trains another experiment or began elsewhere."""
     record = directory.read()
-    if record.get("experiment_sha256") == request.loaded.experiment.digest() and starts_alike(record, request):
+    if not differing(record, request.loaded.experiment) and starts_alike(record, request):
         return
     if extends(record, request, samples):
         newest = find_checkpoints(directory.checkpoints)[:1]

@@ -64,6 +64,7 @@ def facts_of(request: Request) -> dict[str, str]:
     return {
         "experiment": request.loaded.experiment.digest(),
         "code version": f"{code['version']} {code['commit']}",
+        "setting of ddp.find_unused_parameters": str(request.loaded.experiment.ddp.find_unused_parameters),
         "layout": request.layout.label,
         "reduction": request.options.reduction,
         "numerics": request.options.numerics,

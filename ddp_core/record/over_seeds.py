@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from ddp_core.config.records import dotted
+
 _NAMES = ("train_loss", "test_", "ema_test_")
 _COVERAGE = 0.95
+_NO_FAMILY = ("seed", "ddp.find_unused_parameters")
+"""Settings in which runs of one family may differ."""
 
 
 class Figure(NamedTuple):
@@ -46,22 +51,32 @@ class OverSeeds(NamedTuple):
 
     seeds: list[int]
     figures: list[Figure]
+    left_out: int
+    """How many completed runs have other data or other numerics than these."""
 
 
 def family_of(record: Mapping[str, Any]) -> str:
     """The same text for the records of runs that differ in their seed, or not at all."""
-    return json.dumps({name: value for name, value in record["experiment"].items() if name != "seed"}, sort_keys=True)
+    settings = {name: value for name, value in dotted(record["experiment"]).items() if name not in _NO_FAMILY}
+    return json.dumps(settings, sort_keys=True)
 
 
 def over_seeds(records: Iterable[Mapping[str, Any]]) -> OverSeeds | None:
     """The figures of the completed runs, of each seed the first one; None for fewer than two seeds.
 
-    `records`: of one family. A figure that a run does not have, or not as a finite number, is left out of the others.
+    `records`: of one family. Of runs with other data or other numerics those with most seeds count. A figure that a run
+    does not have, or not as a finite number, is left out of the others.
     """
-    by_seed: dict[int, Mapping[str, Any]] = {}
+    alike: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
+    runs = Counter[tuple[Any, ...]]()
     for record in records:
-        if record["status"] == "completed" and record["experiment"].get("seed") is not None:
-            by_seed.setdefault(record["experiment"]["seed"], record["result"])
+        seed, fingerprint = record["experiment"].get("seed"), record["fingerprint"]
+        if record["status"] == "completed" and seed is not None:
+            of = record["data_sha256"], fingerprint.get("numerics"), fingerprint.get("numerics_rules")
+            alike.setdefault(of, {}).setdefault(seed, record["result"])
+            runs[of] += 1
+    most = max(alike, key=lambda of: len(alike[of]), default=())
+    by_seed = alike.get(most, {})
     if len(by_seed) < 2:
         return None
     names = dict.fromkeys(name for result in by_seed.values() for name in result if name.startswith(_NAMES))
@@ -70,7 +85,7 @@ def over_seeds(records: Iterable[Mapping[str, Any]]) -> OverSeeds | None:
         values = [result.get(name) for result in by_seed.values()]
         if all(isinstance(value, int | float) and math.isfinite(value) for value in values):
             figures.append(_figure(name, [float(value) for value in values if value is not None]))
-    return OverSeeds(sorted(by_seed), figures)
+    return OverSeeds(sorted(by_seed), figures, runs.total() - runs[most])
 
 
 def _figure(name: str, values: list[float]) -> Figure:

@@ -388,7 +388,7 @@ class Changes:
 
     def _note_length(self, before: Mapping[str, Any], request: Request, steps_per_epoch: int) -> None:
         experiment = request.loaded.experiment
-        if before["experiment_sha256"] == experiment.digest():
+        if not differing(before, experiment):
             return
         # Only a finished run can come here with another experiment: one that is longer.
         steps = before["result"]["steps"]

@@ -33,6 +33,9 @@ class ContiguousShares:
         self._hook = HookState(channel, {parameter: index for index, parameter in enumerate(gradients.parameters)})
         # Whether all have gradients is asked in steps 1, 2, 4, 8, …: it takes an exchange of its own.
         self._steps = 0
+        self._all_used: bool | None = None
+        """Whether each micro-batch of the first step had a gradient for each parameter; None before that is known."""
+        self._uses_all = True
         if ddp is not None:
             ddp.register_comm_hook(self._hook, our_code(_reduce_bucket))
 
@@ -45,12 +48,10 @@ class ContiguousShares:
         # torch miscounts the backwards of a static graph under no_sync and then reduces too early or never
         # (https://github.com/pytorch/pytorch/pull/187732). Where it looks for unused parameters, it insists that a
         # gradient from under no_sync is still there.
-        self._overlapped = (
-            self._ddp is not None
-            and not self._ddp.static_graph
-            and not self._ddp.find_unused_parameters
-            and micro_batches >= self._world_size
+        self._can_overlap = (
+            self._ddp is not None and not self._ddp.static_graph and not self._ddp.find_unused_parameters
         )
+        self._overlapped = self._can_overlap and self._all_used is True and micro_batches >= self._world_size
         if self._ddp is not None and not self._overlapped:
             # A collective that DDP would run in the next forward, which a rank with an empty share does not have.
             rebuild_buckets(self._ddp)
@@ -81,7 +82,9 @@ class ContiguousShares:
         if self._overlapped and self._tree.next_leaf == self._tree.span.stop - 1:
             self._tree.next_leaf += 1
         else:
-            self._tree.push(self._gradients.take())
+            gradients = self._gradients.take()
+            self._uses_all = self._uses_all and all(gradient is not None for gradient in gradients)
+            self._tree.push(gradients)
         if statistics.numel():
             self._statistics.push([statistics])
 
@@ -89,11 +92,18 @@ class ContiguousShares:
         """Set every `.grad` to the sum over all micro-batches times `scale`, and `statistics` to theirs."""
         if not self._overlapped:
             self._sum_all()
-        elif missing := [name for index, name in enumerate(self._gradients.names) if index not in self._hook.reduced]:
+            if self._can_overlap and self._all_used is None:
+                lacks = [not self._uses_all]
+                self._all_used = not any(self._channel.on_any(lacks) if self._world_size > 1 else lacks)
+        elif len(self._hook.reduced) < len(self._gradients.parameters):
+            # DDP sends whole buckets, one after another, so most of what it has not sent may have its gradient.
+            unsent = [index for index in range(len(self._gradients.parameters)) if index not in self._hook.reduced]
+            missing = [index for index in unsent if self._gradients.parameters[index].grad is None] or unsent
+            name = self._gradients.names[missing[0]].removeprefix("module.")
             raise RuntimeError(
-                f"no gradient for {missing[0]} ({len(missing)} parameters) in this rank's last micro-batch: "
-                "construct DistributedDataParallel with find_unused_parameters=True "
-                "(`ddp train`: --set ddp.find_unused_parameters=true)"
+                f"no gradient for {name} ({len(missing)} parameters) in this rank's last micro-batch, as the first "
+                "step had it: construct DistributedDataParallel with find_unused_parameters=True "
+                "(`ddp train`: --set ddp.find_unused_parameters=true, also with --resume)"
             )
         elif self._world_size > 1:
             self._steps += 1

@@ -92,10 +92,10 @@ class ExactReduction:
     exchange; `node` names this rank's node (None: by the name of its host).
 
     A micro-batch in which a parameter gets no gradient adds nothing to it; without one in any it keeps `grad=None`
-    (DDP needs `find_unused_parameters=True` for both, unless shares are strided). Batch-norm statistics: see
-    BatchStatistics. `begin` starts a step with another number of micro-batches. `close` (or `with ExactReduction(...)
-    as exact`) ends the threads and their process group; call it before the DDP module is dropped, and drop that
-    (`gc.collect()`) before `destroy_process_group()`.
+    (DDP needs `find_unused_parameters=True` for both where that begins after the first step, unless shares are
+    strided). Batch-norm statistics: see BatchStatistics. `begin` starts a step with another number of micro-batches.
+    `close` (or `with ExactReduction(...) as exact`) ends the threads and their process group; call it before the DDP
+    module is dropped, and drop that (`gc.collect()`) before `destroy_process_group()`.
 
     Where each rank owns a part of the parameters, `shares` are those of `ddp_core.sharding`: `finish` then gives a
     `.grad` to what this rank's optimizer updates, and to nothing else.

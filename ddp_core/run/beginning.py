@@ -55,7 +55,7 @@ class Kept:
     splits: Splits | None = None
     digest: DataDigest | None = None
     source: Source | None = None
-    """The user's code, once the model was built twice and the metrics were tried, which comes out the same again."""
+    """The user's code, once the metrics were tried, which comes out the same again."""
     run: ChosenRun | None = None
     usage: Usage | None = None
 
@@ -130,7 +130,7 @@ def _build_the_same(
     if request.is_miniature:
         built = build_splits(request.loaded, Path(request.options.data_dir))
         splits = replace(built, most=request.loaded.experiment.samples_in_miniature(len(built.train)))
-    parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device, splits, is_known)
+    parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device, splits)
     require_same_model(collectives, parts.model)
     own_metrics = _own_metrics(request, parts, collectives.device, is_known)
     # All modules of the user are imported by now.

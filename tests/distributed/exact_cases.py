@@ -482,8 +482,13 @@ def _fail(*_: Any) -> Any:
     raise RuntimeError("failed on purpose")
 
 
-def leave_a_parameter_out(rank: int, world_size: int, shares: Literal["contiguous", "strided"]) -> str:
-    """Leave a parameter without gradient in rank 0's last micro-batch, without telling DDP that this may happen."""
+def leave_a_parameter_out(
+    rank: int, world_size: int, shares: Literal["contiguous", "strided"], steps: range = range(1)
+) -> str:
+    """Leave a parameter without gradient in rank 0's last micro-batch, without telling DDP that this may happen.
+
+    In those of three steps.
+    """
     dist.init_process_group("gloo")
     layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
 
@@ -499,10 +504,14 @@ def leave_a_parameter_out(rank: int, world_size: int, shares: Literal["contiguou
     exact = ExactReduction(module, 4, shares=shares)
     message = ""
     try:
-        for index in exact.share:
-            with exact.micro_batch(index):
-                module(torch.ones(1, 2), index != exact.share[-1] or rank > 0).sum().backward()
-        exact.finish()
+        for step in range(3):
+            for index in exact.share:
+                with exact.micro_batch(index):
+                    both = index != exact.share[-1] or rank > 0 or step not in steps
+                    module(torch.ones(1, 2), both).sum().backward()
+            exact.finish()
+            for parameter in module.parameters():
+                parameter.grad = None
     except RuntimeError as error:
         message = str(error)
     exact.close()

@@ -91,8 +91,13 @@ def test_an_error_on_one_rank_ends_every_rank(where: str, shares: str, nodes: in
 
 
 def test_a_parameter_left_out_of_the_last_backward_is_named() -> None:
-    messages = run_processes(cases.leave_a_parameter_out, 2, "contiguous")
+    messages = run_processes(cases.leave_a_parameter_out, 2, "contiguous", range(2, 3))
+    assert "no gradient for layers.0.weight (2 parameters)" in messages[0]
     assert "find_unused_parameters" in messages[0]
+
+
+def test_a_parameter_left_out_in_the_first_step_may_be_left_out_in_all() -> None:
+    assert run_processes(cases.leave_a_parameter_out, 2, "contiguous", range(3)) == ["", ""]
 
 
 def test_with_strided_shares_any_backward_may_leave_a_parameter_out() -> None:

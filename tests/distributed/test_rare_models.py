@@ -18,6 +18,9 @@ from ddp_core import Component, Experiment, InMemory, Optimizer, Splits
 from ddp_core.data.augment import Augmentation
 
 
+USES = {"sometimes": (0.0, 0.3), "later": (0.9, 1.0)}  # with this seed from the first step on, and from the second
+
+
 class NoGradient(torch.autograd.Function):
     """Keeps the gradient of `scale` to itself."""
 
@@ -38,11 +41,18 @@ class Net(nn.Module):
         self.layer = nn.Linear(13, 1, dtype=torch.float64 if kind == "float64" else None)
         dtype = torch.complex64 if kind == "complex" else self.layer.weight.dtype
         self.scale = nn.Parameter(torch.full((1,), 2.0, dtype=dtype))
+        if kind in USES:
+            self.other = nn.Linear(1, 1)
 
     def forward(self, inputs):
         outputs = self.layer(inputs.to(self.layer.weight.dtype))
         if self.kind == "no gradient":
             return NoGradient.apply(outputs, self.scale).flatten()
+        if self.kind in USES:
+            # What is drawn here follows from step and micro-batch.
+            low, high = USES[self.kind]
+            if not low <= float(torch.rand(())) < high:
+                outputs = self.other(outputs)
         return (outputs * self.scale.abs()).flatten()
 
 
@@ -105,12 +115,19 @@ def test_a_complex_parameter_is_refused_on_several_ranks(tmp_path: Path) -> None
     assert "scale is complex, and ranks exchange real gradients alone" in ended.errors
 
 
-def test_a_parameter_that_a_function_gives_no_gradient_is_refused_or_left_alone(tmp_path: Path) -> None:
+def test_a_parameter_that_a_function_gives_no_gradient_is_left_alone(tmp_path: Path) -> None:
     alone = ends(tmp_path / "alone", "no gradient")
-    ended = run(tmp_path / "refused", "no gradient", *RANKS)
+    assert ends(tmp_path / "ranks", "no gradient", *RANKS) == alone
+    assert ends(tmp_path / "set", "no gradient", *RANKS, *UNUSED) == alone
+
+
+def test_a_parameter_that_some_micro_batches_leave_out_needs_no_setting_or_is_named(tmp_path: Path) -> None:
+    alone = ends(tmp_path / "alone", "sometimes")
+    assert ends(tmp_path / "ranks", "sometimes", *RANKS) == alone
+    ends_late = ends(tmp_path / "late", "later")
+    ended = run(tmp_path / "lost", "later", *RANKS, "--checkpoint-every", "1")
     assert ended.code == 2, ended.errors
-    assert (
-        "came by scale and gave it no gradient in any micro-batch, as a Function of yours does that returns None"
-        in ended.errors
-    )
-    assert ends(tmp_path / "ranks", "no gradient", *RANKS, *UNUSED) == alone
+    assert "no gradient for other.weight (2 parameters)" in ended.errors
+    ended = run(tmp_path / "lost", "later", *RANKS, *UNUSED, "--resume", "auto")
+    assert ended.code == 0, ended.errors
+    assert trained(tmp_path / "lost")[1]["weights_sha256"] == ends_late[0]

@@ -70,7 +70,7 @@ def test_a_file_says_what_the_command_line_could(tmp_path: Path, name: str, text
 
 
 def test_every_option_can_stand_in_the_file(tmp_path: Path) -> None:
-    hidden = ("record", "only_steps", "miniature", "noted_in", "settings")
+    hidden = ("record", "only_steps", "miniature", "clock_ahead", "noted_in", "settings")
     everything = Asked(**{name: value for name, value in VALUES.items() if name not in hidden})
     words = iter(everything.to_words()[1:])
     table: dict[str, Any] = {}

@@ -28,6 +28,7 @@ VALUES = {
     "record": "run.json",
     "only_steps": 2,
     "miniature": True,
+    "clock_ahead": True,
     "noted_in": "notes",
     "rehearsal": "off",
     "layout": "ddp",
@@ -105,7 +106,7 @@ def test_every_command_line_of_the_documentation_is_understood() -> None:
 
 def test_the_reference_names_every_option_of_train() -> None:
     """The page may also name options of other commands."""
-    hidden = {"--experiment", "--record", "--only-steps", "--miniature", "--noted-in"}
+    hidden = {"--experiment", "--record", "--only-steps", "--miniature", "--clock-ahead", "--noted-in"}
     page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
     options = {option_name(name, field) for _, fields in groups() for name, field in fields.items()}
     assert options - hidden - set(re.findall(r"--[a-z-]+", page)) == set()

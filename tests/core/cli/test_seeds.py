@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,12 +94,16 @@ def test_the_bounds_are_those_of_the_tables_of_student(degrees: int, bound: floa
 
 
 def test_the_interval_is_students() -> None:
+    same: dict[str, Any] = {"status": "completed", "data_sha256": "a", "fingerprint": {}}
     records = [
-        {"status": "completed", "experiment": {"seed": seed}, "result": {"test_loss": value, "steps": 4}}
+        {**same, "experiment": {"seed": seed}, "result": {"test_loss": value, "steps": 4}}
         for seed, value in enumerate([1.0, 2.0, 3.0, 4.0])
     ]
-    found = over_seeds([*records, records[0], {**records[0], "status": "failed"}])
+    other = [{"data_sha256": "b"}, {"fingerprint": {"numerics": "portable", "numerics_rules": 2}}]
+    others = [{**records[0], "experiment": {"seed": 9}, **each} for each in other]
+    found = over_seeds([*others, *records, records[0], {**records[0], "status": "failed"}])
     assert found is not None
+    assert found.left_out == 2
     (figure,) = found.figures
     # t for 3 degrees of freedom is 3.1824 (the tables of Student).
     half = 3.1824 * math.sqrt(5 / 3) / 2
@@ -106,6 +111,19 @@ def test_the_interval_is_students() -> None:
     assert (figure.low, figure.high) == (pytest.approx(2.5 - half, abs=1e-4), pytest.approx(2.5 + half, abs=1e-4))
     assert figure.words == "2.5 ± 1.3 (4)"
     assert over_seeds(records[:1]) is None
+
+
+def test_other_data_and_other_numerics_are_trained_anew(tmp_path: Path) -> None:
+    file, numbers = tmp_path / "mine.py", tmp_path / "numbers.txt"
+    text = Path(STOPS).read_text().replace(".manual_seed(3)", f".manual_seed(int(open({str(numbers)!r}).read()))")
+    file.write_text(text)
+    said = []
+    for number, words in (("3", ()), ("3", ()), ("4", ()), ("4", ("--numerics", "portable"))):
+        numbers.write_text(number)
+        ended = seeds(tmp_path / "out", "--seeds", "0", *words, file=str(file))
+        assert ended.code == 0, ended.errors
+        said.append("seed 0: training" in ended.output)
+    assert said == [True, False, True, True]
 
 
 def test_a_copy_with_other_code_is_trained_anew(tmp_path: Path) -> None:

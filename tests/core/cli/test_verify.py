@@ -49,6 +49,14 @@ def test_the_runs_own_copy_is_trained_whatever_has_become_of_the_original(tmp_pa
     assert list(directory.path.rglob("*.pyc")) == []
 
 
+def test_the_optimizers_state_is_compared_and_what_was_compared_is_said(tmp_path: Path) -> None:
+    _, directory = trained_own(tmp_path)
+    said = "compared  weights and buffers, optimizer's state, last evaluation\nidentical\n"
+    check(verify(directory.path, "--layout", "dp"), 0, said)
+    directory.update(optimizer_sha256="0" * 64)
+    check(verify(directory.path), 1, "different state of the optimizer, though the weights are identical")
+
+
 def test_a_run_is_verified_wherever_it_is_copied(tmp_path: Path) -> None:
     _, directory = trained_own(tmp_path)
     copy = tmp_path / "copy"
