@@ -35,14 +35,13 @@ from ddp_core.experiment.source import collect
 from ddp_core.numerics.limits import rules_of
 from ddp_core.run.miniature import LIMIT, Miniature
 from ddp_core.run.repeat import Repeated, Training, elsewhere
-from ddp_core.trainers.noting import Sums, first_other
+from ddp_core.trainers.noting import Sums, first_other, named
 from ddp_core.trainers.witness import Testimony
 
 FOLDER = ".rehearsed"
 """In the output folder: a file for each rehearsal whose verdict is kept."""
 _MOST_RANKS = 4
 _NICEST = 19
-_NAMED = 3
 
 
 def rehearse(request: Request, folder: Path) -> Testimony:
@@ -184,8 +183,3 @@ def witnessed(request: Request, folder: Path, run: str, step: int, noted: Mappin
 
 def _is_noted(noted: Mapping[int, Sums], repeated: Repeated) -> bool:
     return not repeated.code and first_other(noted, repeated.sums[0], is_part=False) is None
-
-
-def named(names: list[str]) -> str:
-    """The first names of what differs, and how many more there are."""
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -16,6 +16,7 @@ from ddp_core.trainers.train_state import TrainState
 
 Sums = Mapping[str, str]
 """A checksum for each tensor and each number of the state, by its dotted name."""
+_NAMED = 3
 _PLAIN = (bool, int, float, complex, str, list, tuple)
 
 
@@ -107,3 +108,8 @@ def first_other(ours: Mapping[int, Sums], theirs: Mapping[int, Sums], is_part: b
         if names := [name for name in (other if is_part else {**one, **other}) if one.get(name) != other.get(name)]:
             return step, names
     return None
+
+
+def named(names: list[str]) -> str:
+    """The first names of what differs, and how many more there are."""
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -8,14 +8,18 @@ no checkpoint holds, or was computed wrongly.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import UserError
+from ddp_core.base.files import replace_file
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.observe.step import StepBatch, StepObserver
-from ddp_core.trainers.noting import Sums, state_sums
+from ddp_core.trainers.noting import Sums, first_other, named, state_sums
 
 if TYPE_CHECKING:
     from ddp_core.trainers.trainer import Trainer
@@ -26,6 +30,8 @@ _FIRST_SECONDS = 600.0
 """A run has trained so long before it has a witness that is not its last one."""
 _TIMES = 100.0
 """So many times what a witness took must pass before the next one: together they take 1 % of the training time."""
+NOTES = "noted.json"
+"""In the run directory: what the steps after the newest checkpoint with such steps have made."""
 _POLL_SECONDS = 2.0
 """Between two messages among ranks that wait for the witness: none may be silent for long."""
 _KIND = "witness"
@@ -70,6 +76,21 @@ class Witnessed(StepObserver):
         self._is_asked = False
         """Whether its answer is still to come."""
         self._saves, self._due_save, self._due_at = 0, 1, time.monotonic() + _FIRST_SECONDS
+        self._lost: Mapping[int, Sums] = {}
+        """What the steps after the checkpoint made that this run goes on from, before it was interrupted (rank 0)."""
+        self._compares = False
+
+    def go_on(self, is_changed: bool) -> None:
+        """Compare the next steps with what they made before the run was interrupted, unless it `is_changed` since then.
+
+        A collective, after the state was loaded.
+        """
+        if self._is_on and self._is_first and not is_changed and self._job.directory is not None:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                noted = json.loads(read_file(self._job.directory / NOTES))
+                if noted["checkpoint"] == self._trainer.state.step:
+                    self._lost = {int(step): dict(sums) for step, sums in noted["after"].items()}
+        self._compares = bool(self._job.collectives.broadcast(bool(self._lost)))
 
     def after_step(self, batch: StepBatch) -> None:
         step, saved = self._trainer.state.step, self._trainer.saving.newest_step
@@ -82,6 +103,24 @@ class Witnessed(StepObserver):
             kept = sorted({*self._noted, saved})[-2:]
             self._noted = {at: self._noted.get(at, {}) for at in kept}
             self._noted[saved][step] = sums
+        if self._compares:
+            with self._guard.check(_KIND, step):
+                lost = self._lost.get(step) if self._is_first else None
+                other = None if lost is None or sums is None else first_other({step: lost}, {step: sums}, is_part=False)
+                if (names := self._job.collectives.broadcast(other and named(other[1]))) is not None:
+                    raise UserError(
+                        f"step {step} has made other bits than before the run was interrupted ({names}): something "
+                        "that it depends on was changed since then, such as a file, or is in no checkpoint"
+                    )
+        if sums is not None:
+            self._write(saved)
+
+    def _write(self, saved: int) -> None:
+        """Let a run that goes on from this checkpoint know what the steps after it have made (rank 0)."""
+        if self._job.directory is not None:
+            text = json.dumps({"checkpoint": saved, "after": self._noted[saved]})
+            with contextlib.suppress(OSError):
+                replace_file(self._job.directory / NOTES, text, root=self._job.directory)
 
     def before_save(self) -> None:
         """Judge what a witness has found, or ask for the next one, where that is due.

@@ -10,6 +10,7 @@ import pytest
 from ddp_core.base.errors import ExitCode
 from ddp_core.checkpoint import find_checkpoints, load
 from ddp_core.record.directory import find_runs
+from tests.core.run.test_repeat import BEGIN
 from tests.support.commands import Ended, ddp, trained
 from tests.support.layout_cases import ADAMW_MLP, FILES, WHOLE_JOB
 
@@ -91,6 +92,30 @@ def test_what_no_checkpoint_can_hold_of_a_callback_is_refused(tmp_path: Path) ->
     ended = run(tmp_path, "what nothing can hold")
     assert ended.code == ExitCode.BAD_INPUT
     assert "callback CountsOn has a state_dict that no checkpoint can hold: state['seen'] is a " in ended.errors
+
+
+READS_A_FILE = """
+from pathlib import Path
+
+def loss(outputs, targets):
+    return torch.nn.functional.cross_entropy(outputs, targets, reduction="sum") * float(SCALE.read_text())
+
+SCALE = Path(__file__).with_name("scale.txt")
+"""
+
+
+def test_a_file_that_was_edited_before_a_resume_is_found(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(BEGIN + READS_A_FILE, encoding="utf-8")
+    (tmp_path / "scale.txt").write_text("1.0")
+    words = ("train", tmp_path / "mine.py", "--device", "cpu", *REHEARSED, "--checkpoint-every", 4)
+    words = (*words, "--synchronous-save", "--output", tmp_path / "out")
+    assert ddp(*words, "--fault", "exit@7").code == 1
+    (tmp_path / "scale.txt").write_text("1.5")
+    ended = ddp(*words, "--resume", "auto")
+    assert ended.code == ExitCode.BAD_INPUT, ended.errors
+    assert "has made other bits than before the run was interrupted" in ended.errors
+    (tmp_path / "scale.txt").write_text("1.0")
+    assert ddp(*words, "--resume", "auto").code == ExitCode.DONE
 
 
 ACCEPTED = {
