@@ -19,7 +19,6 @@ from benchmarks.whole_run import TARGET as WHOLE_RUN_TARGET
 LOADER_GOAL = 4.0
 # Shards must not cost more than plain DDP's sum.
 PARTS_GOAL = 1.0
-CHAIN_GOAL = 0.01
 PORTABLE_GOALS = {
     "digits": 0.95,
     "linear_regression": 0.95,
@@ -76,7 +75,7 @@ def goals() -> list[Goal]:
     return [
         *(*_trainer_step(), *_whole_run(), *_scaling(), *_loader(), *_nodes(), *_reduction()),
         *(*_sharded(), *_fully_sharded()),
-        *(*_exact_end_to_end(), *_startup(), *_numerics(), *_chain(), *_recovery(), *_live_cost()),
+        *(*_exact_end_to_end(), *_startup(), *_numerics(), *_recovery(), *_live_cost()),
     ]
 
 
@@ -165,12 +164,6 @@ def _startup() -> Iterator[Goal]:
     for row in results_of("startup"):
         if row["a_rank_more"] is not None:
             yield Goal("startup", f"processor seconds of one more rank, {row['ranks']}", 1.0, row["a_rank_more"])
-
-
-def _chain() -> Iterator[Goal]:
-    if (found := recorded("chain")) is not None:
-        what = "the chain of --keep-for-audit, of the rest of a step of char_transformer with 25 M parameters"
-        yield Goal("chain", what, CHAIN_GOAL, found["results"]["share"])
 
 
 def _recovery() -> Iterator[Goal]:

@@ -224,23 +224,6 @@ def _guard(found: Any) -> str:
     return f"seconds in its checks, of the steps: {shares} (goal: 1 %)"
 
 
-def _chain(found: Any) -> str:
-    return (
-        f"of a step: {100 * found['share']:.2f} % of its time, {100 * found['cpu_share']:.2f} % of its processor time "
-        f"(goal: 1 %), at a load of {found['load_average'][0]:.0f}; "
-        f"{found['bytes_per_step']:.0f} bytes a step, and {found['sha256_seconds']:.2f} s for the SHA-256 "
-        "of a kept checkpoint"
-    )
-
-
-def _forgeries(found: Any) -> str:
-    total = found["total"]
-    return (
-        f"{total['found']} of {total['made']} found, {total['expected']:.0f} expected: "
-        "[by kind](../docs/reference/audit.md#what-it-proves)"
-    )
-
-
 def _whole_run(_: Any) -> str:
     return (
         f"exact {said(exact_digits(ACCUMULATING))} of a script that accumulates the same micro-batches, "
@@ -293,8 +276,6 @@ SAYS: dict[str, Callable[[Any], str]] = {
     "trainer_step": _trainer_step,
     "scaling": _scaling,
     "guard": _guard,
-    "chain": _chain,
-    "forgeries": _forgeries,
     "whole_run": _whole_run,
     "order_invariant": _order_invariant,
     "adapters": _adapters,

@@ -62,7 +62,6 @@ PAGES: dict[Path, Contents] = {
     ),
     ROOT / "docs" / "explanation" / "recovery.md": Contents({"| | median |": tables.recoveries}),
     ROOT / "docs" / "explanation" / "portable-numerics.md": Contents({"| in one thread |": tables.portable_speeds}),
-    ROOT / "docs" / "reference" / "audit.md": Contents({"| forgery |": tables.forgeries}),
     ROOT / "README.md": Contents({"| | time |": tables.costs}),
 }
 

@@ -280,18 +280,6 @@ def _parts_between_nodes() -> dict[str, str]:
     return {"the same with strided shares or shards": span(parts)}
 
 
-def forgeries() -> str:
-    """Forged runs by kind: how many were made, found, and expected to be found by the formula."""
-    found = results_of("forgeries")
-    rows = ["| forgery | made | found | expected |", "|---|---|---|---|"]
-    for name, kind in found["kinds"].items():
-        rows.append(f"| {name} | {kind['made']} | {kind['found']} | {kind['expected']:.1f} |")
-    total = found["total"]
-    spread = total["variance"] ** 0.5
-    rows.append(f"| all | {total['made']} | {total['found']} | {total['expected']:.1f} \u00b1 {spread:.1f} |")
-    return "\n".join(rows)
-
-
 _FAULTS = {
     "worker killed": "worker killed",
     "worker killed, live": "worker killed, `--recovery live`",

@@ -6,9 +6,10 @@ The trainer of the layout does it, so the figures have the bits that training ga
 from __future__ import annotations
 
 import json
-from contextlib import closing
+import sys
+from contextlib import closing, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.documents import json_text
@@ -40,7 +41,9 @@ def evaluate_run(request: Request, world: World) -> None:
     """
     evaluated = request.evaluated
     assert evaluated is not None
-    with begun(request, world) as beginning:
+    output = sys.stdout
+    # Beside a document nothing else may stand.
+    with redirect_stdout(sys.stderr if evaluated.as_json else output), begun(request, world) as beginning:
         if beginning.parts.splits.test is None:
             name = request.loaded.experiment.data.name
             raise UserError(f"data {name} holds nothing out to evaluate on: give Splits a `test`, or name other --data")
@@ -50,7 +53,7 @@ def evaluate_run(request: Request, world: World) -> None:
             problem = None
             if world.is_first:
                 told = _told(request, evaluated, beginning, digests, figures)
-                _print(told, evaluated.as_json)
+                _print(told, evaluated.as_json, output)
                 if told["identical"] is False and not told["other_fingerprint"]:
                     problem = f"{_difference(told)}; `ddp verify {evaluated.named}` tells more"
             if (problem := beginning.collectives.broadcast(problem)) is not None:
@@ -162,9 +165,9 @@ def _difference(told: dict[str, Any]) -> str:
     )
 
 
-def _print(told: dict[str, Any], as_json: bool) -> None:
+def _print(told: dict[str, Any], as_json: bool, output: TextIO) -> None:
     if as_json:
-        print(json_text(told), flush=True)
+        print(json_text(told), file=output, flush=True)
         return
     print(f"{told['experiment']} after step {told['step']} of {told['run']}, on {told['layout']}")
     print(f"weights sha256 {told['weights_sha256']}")

@@ -102,8 +102,6 @@ def test_a_contender_that_fails_is_named() -> None:
         ("recovery", "worker joins, live"),
         pytest.param("recovery", "worker joins, torchft", marks=pytest.mark.extras("torchft")),
         ("live_cost", "% of a step"),
-        ("chain", "bytes_per_step"),
-        ("forgeries", "of 2 found"),
         ("sharded", "exact, gradients"),
         ("fully_sharded", "parameters, exact"),
         ("shard_memory", "parameters"),

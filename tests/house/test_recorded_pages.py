@@ -94,5 +94,5 @@ def test_a_goal_missed_by_a_hair_is_missed() -> None:
 def test_every_benchmark_with_goals_is_there() -> None:
     assert {goal.benchmark for goal in goals()} == {
         *("trainer_step", "whole_run", "scaling", "loader", "nodes", "reduction", "sharded", "fully_sharded"),
-        *("exact_end_to_end", "startup", "numerics", "chain", "recovery", "live_cost"),
+        *("exact_end_to_end", "startup", "numerics", "recovery", "live_cost"),
     }

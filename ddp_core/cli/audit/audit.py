@@ -22,6 +22,7 @@ from ddp_core.record.bundles import ChangedBundle, unpack_bundle
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import package_differences
 from ddp_core.record.guarded import what_broke_it
+from ddp_core.record.run_json import RecordedKept, RecordedRun
 from ddp_core.record.signing import BadSignature, require_signed
 from ddp_core.record.weights import exchanged_weights
 
@@ -130,7 +131,7 @@ def audit_run(
     return _pass(report, of_run, lots, seed, steps)
 
 
-def _require_auditable(path: Path, record: Mapping[str, Any]) -> Mapping[str, Any]:
+def _require_auditable(path: Path, record: RecordedRun) -> RecordedKept:
     """The `kept` of the record. Raises UserError for a run that cannot be audited."""
     kept, steps = record.get("kept"), record["result"]["steps"]
     if kept is None:
@@ -171,13 +172,21 @@ def _check_end(directory: RunDirectory, record: Mapping[str, Any], asked: Asked,
     words = ["eval", str(directory.path), "--data-dir", asked.data_dir, "--device", asked.device, "--json"]
     with Children("ddp-audit-") as children:
         ended = children.ddp(words)
-    code, output, said = ended.code, ended.output, ended.error()
+    code, said = ended.code, ended.error()
+    # The experiment's own file may print lines, too.
+    told = json.loads(next((line for line in ended.output.splitlines() if line.startswith('{"run": ')), "{}"))
     if code == ExitCode.NO_CHECKPOINT:
         raise Different(f"different weights: {said}")
-    if code != ExitCode.DONE and not (output and json.loads(output)["identical"] is False):
+    if code != ExitCode.DONE and told.get("identical") is not False:
         raise UserError(f"the final weights cannot be evaluated again (exit code {code}): {said}")
     if code != ExitCode.DONE:
         raise Different(f"different figures: evaluated again, {said}")
+    again = told["figures"]
+    if other := [name for name in {**figures, **again} if figures.get(name) != again.get(name)]:
+        raise Different(
+            f"different figures: evaluated again, {other[0]} is {again.get(other[0])}, and run.json says "
+            f"{figures.get(other[0])}"
+        )
     report.say("evaluated", "the final weights again: the same figures", figures=figures)
 
 
