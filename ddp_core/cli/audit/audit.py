@@ -159,7 +159,7 @@ def _require_auditable(path: Path, record: RecordedRun) -> RecordedKept:
         )
     if record["data_sha256"] is None:
         raise UserError(f"{path} was trained on data that are others at each read, so no segment can be repeated")
-    return kept  # type: ignore[no-any-return]
+    return kept
 
 
 def _check_end(directory: RunDirectory, record: Mapping[str, Any], asked: Asked, report: Report) -> None:
