@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ddp_core.base.digests import same_bits
 from ddp_core.base.torch_internals import buffers_of
 
 _TORCHS = ("_parameters", "_modules")
@@ -27,7 +25,6 @@ class ForwardState:
             (layer, {**layer.__dict__}, dict(buffers_of(layer)), _copies(buffers_of(layer)))
             for layer in model.modules()
         ]
-        self._paths = [path for path, _ in model.named_modules()]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -37,11 +34,6 @@ class ForwardState:
             for name in now.keys() - attributes.keys():
                 del now[name]
             now.update({name: value for name, value in attributes.items() if name not in _TORCHS})
-        self.put_back_buffers()
-
-    @torch.no_grad()
-    def put_back_buffers(self) -> None:
-        """Make the buffers as they were when this object was made."""
         for layer, _, buffers, values in self._layers:
             if isinstance(buffers_of(layer), dict):  # a ScriptModule's are fixed
                 buffers_of(layer).clear()
@@ -53,14 +45,6 @@ class ForwardState:
                     buffer.copy_(value)
                 else:
                     buffer.data = value.clone()  # resized in place
-
-    def changed_buffers(self) -> Iterator[tuple[nn.Module, str, str]]:
-        """The buffers that hold other values now: each one's layer, its name there, and its name in the model."""
-        for path, (layer, _, _, values) in zip(self._paths, self._layers, strict=True):
-            for name, value in values.items():
-                now = buffers_of(layer).get(name)
-                if now is None or not same_bits(now.detach(), value):
-                    yield layer, name, f"{path}.{name}" if path else name
 
     def put_back_modes(self) -> None:
         """Make each layer's mode (training or evaluation) as it was."""

@@ -33,11 +33,6 @@ LOOKED_AFTER = ("running_mean", "running_var", "num_batches_tracked")
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
-def is_looked_after(layer: nn.Module, name: str) -> bool:
-    """Whether this buffer of a layer is looked after here, where the layer is in training mode."""
-    return isinstance(layer, BatchNorm) and name in LOOKED_AFTER
-
-
 class BatchStatistics:
     """Collects the batch-norm statistics of one module's micro-batches and makes one running update per step.
 

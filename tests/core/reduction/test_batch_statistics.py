@@ -10,19 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.reduction import BatchStatistics
-from ddp_core.reduction.batch_statistics import is_looked_after
 
 
 def rows(seed: int = 0, features: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(7, features, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 3 + 1
-
-
-def test_the_buffers_of_batch_norm_are_looked_after_and_no_others() -> None:
-    norm, linear = nn.BatchNorm1d(2), nn.Linear(2, 2)
-    assert is_looked_after(norm, "running_mean")
-    assert is_looked_after(norm, "num_batches_tracked")
-    assert not is_looked_after(norm, "of_its_own")
-    assert not is_looked_after(linear, "running_mean")
 
 
 def test_only_layers_that_would_update_their_statistics_are_active() -> None:

@@ -54,7 +54,7 @@ class Net(nn.Module):
         if CASE == "rank":
             return inputs * (1 + 0.1 * int(os.environ.get("RANK", 0)))
         if CASE == "closure":
-            return inputs + self.closure().mean() * 0.1
+            return inputs * (1 + self.closure()[0])  # not a sum, which the norm takes away
         if CASE == "buffer":
             self.seen.data += 0.01  # which torch does not count as a write
             return inputs * self.seen
