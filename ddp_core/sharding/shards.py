@@ -163,7 +163,7 @@ def _piece(number: int, group: FlatGroup, member: int, start: int, stop: int) ->
 
 def refuse_shared_memory(module: nn.Module) -> None:
     """Raise UserError (2) where a parameter shares memory with another one, or with a buffer: a cut would part them."""
-    named = [(name, each, True) for name, each in module.named_parameters()]
+    named: list[tuple[str, Tensor, bool]] = [(name, each, True) for name, each in module.named_parameters()]
     named += [(name, each, False) for name, each in module.named_buffers()]
     named = [each for each in named if each[1].numel() and each[1].layout is torch.strided and not each[1].is_meta]
     ends: dict[tuple[torch.device, bool], tuple[int, str]] = defaultdict(lambda: (0, ""))
