@@ -115,6 +115,7 @@ class WholeParameters:
         with refusing_bypasses():
             yield
         if (name := self._changed()) is not None:
+            self._before = self._now()  # said once, of the pass that has done it
             raise DependsOnLayout(
                 f"forward changes the parameter {name}, which shard mode parameters frees after each pass, so the "
                 "change would be lost: change weights in the optimizer, or use shard mode gradients"

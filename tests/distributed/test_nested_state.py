@@ -45,14 +45,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, kind: str, s
     assert digests(tmp_path / "cut") == digests(tmp_path / "whole")
 
 
-def test_state_that_no_rank_can_cut_is_refused(tmp_path: Path) -> None:
-    words = ("train", NESTED, "--device", "cpu", *DDP, "--shard", "optimizer", "--output", tmp_path)
-    ended = ddp(*words, env={"KIND": "object"})
-    assert ended.code == ExitCode.BAD_INPUT
-    assert "Nested keeps newest of a weight as a range, of which no rank can keep its part" in ended.errors
-
-
-def test_state_that_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
-    ended = ddp("train", NESTED, "--device", "cpu", "--output", tmp_path, env={"KIND": "object"})
+@pytest.mark.parametrize("words", [(), (*DDP, "--shard", "optimizer")], ids=["single", "cut"])
+def test_state_that_no_checkpoint_can_hold_is_refused(words: tuple[str, ...], tmp_path: Path) -> None:
+    ended = ddp("train", NESTED, "--device", "cpu", *words, "--output", tmp_path, env={"KIND": "object"})
     assert (ended.code, "Traceback" in ended.errors) == (ExitCode.BAD_INPUT, False)
     assert "your optimizer, Nested, keeps a state that no checkpoint can hold: state['state.0.newest']" in ended.errors
