@@ -145,9 +145,6 @@ def _judge(directory: RunDirectory, record: Mapping[str, Any], again: RunDirecto
         if figure is not None:
             print(f"different figures, though the weights are identical: {figure}")
             return DIFFERENT
-        if not (other or broken) and record["optimizer_sha256"] != repeated["optimizer_sha256"]:
-            print("different state of the optimizer, though the weights are identical")
-            return DIFFERENT
         print(f"identical{differs}{f', but {broken}' if broken else ''}")
         return ExitCode.DONE
     causes = [f"another fingerprint, which the promise does not cover: {'; '.join(other)}"] if other else []
