@@ -131,13 +131,21 @@ def test_steps_that_nobody_can_repeat_are_found_where_their_segment_is_drawn(tmp
     assert ended.output.endswith("different segment 3: steps 11 to 15, trained again, end with other weights\n")
 
 
-def test_a_checkpoint_that_is_gone_or_another_one_is_named(copy: Path) -> None:
-    for name in ("pt", "json"):
-        shutil.copy(copy / "checkpoints" / f"step-000000010.{name}", copy / "checkpoints" / f"step-000000015.{name}")
-    (copy / "checkpoints" / "step-000000005.pt").unlink()
-    ended = audit(copy, "--segments", 6)
+@pytest.mark.parametrize(
+    ("is_gone", "verdict"),
+    [(True, "segment 2 cannot begin"), (False, "that of step 5 is not the one that run.json notes")],
+    ids=["gone", "another"],
+)
+def test_a_checkpoint_that_is_gone_or_another_one_is_named(copy: Path, is_gone: bool, verdict: str) -> None:
+    if is_gone:
+        (copy / "checkpoints" / "step-000000005.pt").unlink()
+    else:
+        edit(copy, lambda record: record["kept"]["states"][0].update(state_sha256="ab" * 32))
+    record = hashlib.sha256((copy / "run.json").read_bytes()).hexdigest()
+    seed = next(seed for seed in range(99) if drawn(segments_of(ENDS), 1, seed, record)[0].number == 2)
+    ended = audit(copy, "--segments", 1, "--seed", seed)
     assert ended.code == 1, ended.output + ended.errors
-    assert "different checkpoint: segment 2 cannot begin" in ended.output
+    assert f"different checkpoint: {verdict}" in ended.output
 
 
 def test_the_digest_of_the_record_that_was_given_before_the_draw_is_compared(run: Path) -> None:

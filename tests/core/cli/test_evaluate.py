@@ -30,6 +30,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(trained(folder / "out")[0].path)
 
 
+def test_a_document_stands_alone_where_the_data_have_no_digest(tmp_path: Path) -> None:
+    """Training says in a line what it has digested then."""
+    train(tmp_path, ROOT / "tests" / "support" / "experiment_files" / "stops.py")
+    told(trained(tmp_path)[0].path)
+
+
 def told(run: object, *words: object) -> dict[str, Any]:
     ended = ddp("eval", run, "--json", *words)
     assert ended.code == 0, ended.errors
