@@ -269,6 +269,20 @@ def test_a_value_that_is_another_on_each_rank_is_refused_on_all(unlike: str, ent
         assert said.startswith(f"Kept does not treat each element by itself: {entry} is another ")
 
 
+def test_ranks_whose_groups_are_in_another_sequence_are_refused_on_all() -> None:
+    """As groups that are made from sets of parameters, which every process has in a sequence of its own."""
+
+    def refusal(group: Any) -> str:
+        whole = parameters()
+        names = ("long", "image") if group.rank() < 2 else ("image", "long")
+        owned = {id(whole[name]): Owned(name, whole[name], 0, 0, None) for name in names}
+        with pytest.raises(UserError, match=r"^rank 2 has the parameters of its optimizer's groups in"):
+            OwnUpdates(torch.optim.SGD([whole[name] for name in names]), owned, group)
+        return "refused"
+
+    assert on_threads(RANKS, refusal) == ["refused"] * RANKS
+
+
 def test_a_state_of_other_groups_is_refused_with_their_sizes() -> None:
     rank = Rank(None)
     state = state_after(1)
