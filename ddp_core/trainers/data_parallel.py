@@ -57,8 +57,8 @@ class DataParallelTrainer(Trainer):
         super().__init__(job)
         if self.exact and job.layout.nproc_per_node > 1 and is_compiled(self.model):
             raise UserError(
-                "torch.compile under --layout dp: a replica is a copy of the model, which torch does not compile as it "
-                "has compiled the model, so replicas would have other bits; use --layout ddp, or leave torch.compile out"
+                "torch.compile under --layout dp: a replica is a copy of the model, which torch does not compile as "
+                "the model, so replicas would have other bits; use --layout ddp, or leave torch.compile out"
             )
         self.model.train()
         devices = [_device_of(job, number) for number in range(job.layout.nproc_per_node)]
