@@ -249,7 +249,7 @@ def costs() -> str:
     """What exactness costs, for the README: ratios to torch's own way."""
     (step,) = (row["exact_ratio"] for row in results_of("exact_end_to_end") if row["world_size"] == 2)
     fully_sharded = results_of("fully_sharded")
-    guard = [100 * each["share"] for each in results_of("guard")["trainings"].values()]
+    guard = results_of("guard")["trainings"].values()
     rows = {
         "an exact step on two ranks, of a DDP step with the same micro-batches": said(
             step["plain, same micro-batches"]["wall"]["ratio"]
@@ -264,7 +264,8 @@ def costs() -> str:
         **_parts_between_nodes(),
         "`--shard parameters` of FSDP2 over gloo, which sends 4/3 as much there": span(_of_fsdp2(fully_sharded)),
         "the same, of FSDP2 with an all-to-all, which sends as much": span([*map(of_fair, fully_sharded)]),
-        "the guard, which compares what ranks have, of a run": f"{span(guard, 1)} %",
+        "rehearsal of a small run, once": f"{span([each['more_seconds_first'] for each in guard], 1)} s",
+        "the guard, of the steps of such a run": span([each["steps_again"] for each in guard], 3),
     }
     return _table(["", "time"], rows.items())
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ class Trained(NamedTuple):
     """The lines of metrics.jsonl."""
     record: dict[str, Any]
     """The content of run.json."""
+    seconds: float
+    """How long the command took."""
 
     @property
     def step_seconds(self) -> float:
@@ -27,15 +30,18 @@ class Trained(NamedTuple):
         return float(times[-1] - times[0])
 
 
-def trained(words: Sequence[str]) -> Trained:
+def trained(words: Sequence[str], output: Path | None = None) -> Trained:
     """The run of `ddp train` with these words, on the CPU with one thread for each process, and a line for each step.
 
-    Raises CalledProcessError where it fails.
+    Its output goes into `output`, or into a folder of its own. Raises CalledProcessError where it fails.
     """
     with tempfile.TemporaryDirectory() as place:
-        words = ("train", *words, "--device", "cpu", "--output", place, "--log-every", "1")
+        output = output or Path(place)
+        words = ("train", *words, "--device", "cpu", "--output", str(output), "--log-every", "1")
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        began = time.perf_counter()
         subprocess.run([sys.executable, "-m", "ddp_core", *words], check=True, capture_output=True, env=environment)
-        ((file),) = Path(place).glob("*/*/run.json")
+        seconds = time.perf_counter() - began
+        file = max(output.glob("*/*/run.json"), key=lambda file: file.stat().st_mtime_ns)
         lines = [json.loads(line) for line in file.with_name("metrics.jsonl").read_text().splitlines()]
-        return Trained(lines, json.loads(file.read_text()))
+        return Trained(lines, json.loads(file.read_text()), seconds)

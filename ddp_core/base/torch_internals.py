@@ -273,6 +273,12 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the model, or a part of it, is called as torch.compile has made it."""
+    parts = list(model.modules())
+    return any(part._compiled_call_impl is not None or "_orig_mod" in dict(part.named_children()) for part in parts)
+
+
 def uncompiled(model: nn.Module) -> nn.Module:
     """The plain model of one that is compiled, or has compiled parts: the same parameters, in the same objects."""
     while (plain := dict(model.named_children()).get("_orig_mod")) is not None:

@@ -241,8 +241,8 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
     ),
     "_compiled_call_impl": PrivateName(
         "torch.nn.modules.module.Module",
-        "give back the plain model of one that `Module.compile` has changed in place",
-        "there is a public method to compile a module, and none to undo it",
+        "see that `Module.compile` has changed a model in place, and give back the plain one",
+        "there is a public method to compile a module, and none to ask or to undo it",
         "2.2",
     ),
     "_shutdown_workers": PrivateName(

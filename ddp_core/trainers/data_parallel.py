@@ -24,7 +24,7 @@ from ddp_core.base.determinism import one_thread
 from ddp_core.base.digests import checksum
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import MicroBatchSeed, share_of
-from ddp_core.base.torch_internals import foreach_copy_, share_hooks
+from ddp_core.base.torch_internals import foreach_copy_, is_compiled, share_hooks
 from ddp_core.data.trees import Batch, map_tensors, tensors_of
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
@@ -52,6 +52,11 @@ class DataParallelTrainer(Trainer):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
+        if self.exact and job.layout.nproc_per_node > 1 and is_compiled(self.model):
+            raise UserError(
+                "torch.compile under --layout dp: a replica is a copy of the model, which torch does not compile as "
+                "the model, so replicas would have other bits; use --layout ddp, or leave torch.compile out"
+            )
         self.model.train()
         devices = [_device_of(job, number) for number in range(job.layout.nproc_per_node)]
         turns = {device: threading.Lock() for device in devices if device.type == "cuda"}

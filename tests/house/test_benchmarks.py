@@ -98,7 +98,7 @@ def test_a_contender_that_fails_is_named() -> None:
         ("loader", "host part ahead"),
         ("order_invariant", "long accumulator"),
         ("whole_run", "bare script"),
-        ("guard", "ResNet-18, ddp x 2"),
+        ("guard", "toy_mlp, ddp x 2"),
         ("recovery", "worker joins, live"),
         pytest.param("recovery", "worker joins, torchft", marks=pytest.mark.extras("torchft")),
         ("live_cost", "% of a step"),

@@ -103,6 +103,10 @@ def test_every_change_gives_another_digest(change: str) -> None:
     assert original.with_settings([change]).digest() != original.digest()
 
 
+def test_how_ddp_looks_for_gradients_is_no_part_of_the_experiment() -> None:
+    assert experiment().with_settings(["ddp.find_unused_parameters=true"]).digest() == experiment().digest()
+
+
 def test_fields_that_came_later_leave_the_older_digests_as_they_were() -> None:
     record = experiment().to_json()
     later = ("ema_decay", "memory_format", "numerics", "best")
