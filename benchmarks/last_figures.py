@@ -220,11 +220,14 @@ def _scaling(found: Any) -> str:
 
 
 def _guard(found: Any) -> str:
-    return "; ".join(
-        f"{name}: the first run {each['more_seconds_first']:.1f} s more, a later one {each['whole_again']:.2f} times, its "
-        f"steps {each['steps_again']:.3f} times"
-        for name, each in found["trainings"].items()
-    ) + " (goals: 2 s, toy_mlp 1.2 s; 1.00; 1.005)"
+    return (
+        "; ".join(
+            f"{name}: the first run {each['more_seconds_first']:.1f} s more, a later one {each['whole_again']:.2f} times, "
+            f"its steps {each['steps_again']:.3f} times"
+            for name, each in found["trainings"].items()
+        )
+        + " (goals: 2 s, toy_mlp 1.2 s; 1.00; 1.005)"
+    )
 
 
 def _whole_run(_: Any) -> str:
