@@ -222,7 +222,7 @@ def _scaling(found: Any) -> str:
 def _guard(found: Any) -> str:
     return (
         "; ".join(
-            f"{name}: the first run {each['more_seconds_first']:.1f} s more, a later one {each['whole_again']:.2f} times, "
+            f"{name}: the first run {each['more_seconds_first']:.1f} s more, a later {each['whole_again']:.2f} times, "
             f"its steps {each['steps_again']:.3f} times"
             for name, each in found["trainings"].items()
         )
