@@ -129,6 +129,8 @@ class Witnessed(StepObserver):
         """
         if self._is_on:
             self._saves += 1
+            if self._guard.mode == "strict":
+                self._trainer.saving.wait()  # the checkpoint to repeat from may be under way
             self._hear(is_end=False)
 
     def end(self) -> None:
