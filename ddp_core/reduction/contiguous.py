@@ -105,7 +105,9 @@ class ContiguousShares:
                 "step had it: construct DistributedDataParallel with find_unused_parameters=True "
                 "(`ddp train`: --set ddp.find_unused_parameters=true, also with --resume)"
             )
-        elif self._world_size > 1:
+        elif self._world_size > 1 and self._ddp is not None:
+            # Else DDP would do so in the next forward, where other ranks may be asked something at that moment.
+            rebuild_buckets(self._ddp)
             self._steps += 1
             if self._steps.bit_count() == 1:
                 self._require_gradients()

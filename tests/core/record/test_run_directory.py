@@ -175,7 +175,8 @@ def test_the_newest_unfinished_run_is_resumed(tmp_path: Path, status: str) -> No
     make(tmp_path, "2026-01-01T00:00:00Z", status=status)
     newest = make(tmp_path, "2026-01-02T00:00:00Z", status=status)
     make(tmp_path, "2026-01-03T00:00:00Z", status="completed")
-    make(tmp_path, "2026-01-04T00:00:00Z", experiment_sha256="of another")
+    other = EXPERIMENT.model_copy(update={"epochs": 9})
+    make(tmp_path, "2026-01-04T00:00:00Z", experiment=other)
     found = find_resumable(request(tmp_path), 64)
     assert found is not None
     assert found.path == newest.path
