@@ -222,8 +222,8 @@ def _scaling(found: Any) -> str:
 def _guard(found: Any) -> str:
     return (
         "; ".join(
-            f"{name}: the first run {each['more_seconds_first']:.1f} s more, a later {each['whole_again']:.2f} times, "
-            f"its steps {each['steps_again']:.3f} times"
+            f"{name}: the first run {each['more_seconds_first']:.1f} s more, a later {each['whole_again']:.2f} times"
+            + (f", its steps {each['steps_again']:.3f} times" if "steps_again" in each else "")
             for name, each in found["trainings"].items()
         )
         + " (goals: 2 s, toy_mlp 1.2 s; 1.00; 1.005)"
