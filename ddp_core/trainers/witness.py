@@ -114,6 +114,23 @@ class Witnessed(StepObserver):
                     )
         if sums is not None:
             self._write(saved)
+            if step == saved + NOTED and self._is_last_noted(step):
+                # It can train beside the run, so that the end need not wait for all of it.
+                self._ask(max(self._kept(), default=None))
+
+    def _is_last_noted(self, step: int) -> bool:
+        """Whether no save is due any more but that of the end, and the run does not wait for its witnesses."""
+        trainer, end = self._trainer, self._trainer.total_steps
+        is_near = step + trainer.steps_per_epoch >= end
+        return is_near and not self._waits and not any(map(trainer.is_save_due, range(step + 1, end)))
+
+    def _ask(self, at: int | None) -> bool:
+        """Ask for a witness from this checkpoint, unless one is under way, was so last, or nobody could (rank 0)."""
+        if self._is_asked or at is None or at == self._asked or self._job.witness is None:
+            return self._is_asked
+        self._job.witness.ask(at, self._noted[at])
+        self._asked, self._is_asked = at, True
+        return True
 
     def _write(self, saved: int) -> None:
         """Let a run that goes on from this checkpoint know what the steps after it have made (rank 0)."""
@@ -166,11 +183,9 @@ class Witnessed(StepObserver):
             is_late = time.monotonic() >= self._due_at and self._saves >= self._due_save
             is_due = is_late or self._guard.mode == "strict"
             at = max(self._kept(), default=None) if is_end or is_due else None
-            if at is None or at == self._asked or witness is None:
+            if not self._ask(at):
                 none = is_end and self._asked is None
                 return Testimony("none: no step came after a save") if none else None, False
-            witness.ask(at, self._noted[at])
-            self._asked, self._is_asked = at, True
         assert witness is not None
         found = witness.answer(min(_POLL_SECONDS, self._job.options.timeout / 4) if waits else 0.0)
         if found is not None:

@@ -36,7 +36,7 @@ class Played:
 class Run:
     """A run of one process that saves after every fifth step, a minute each."""
 
-    def __init__(self, mode: str, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, mode: str, patch: pytest.MonkeyPatch, steps: int = 1000) -> None:
         self.now, self.played = 0.0, Played()
         patch.setattr(witness.time, "monotonic", lambda: self.now)
         patch.setattr(witness, "state_sums", lambda *_: {"weight": "1"})
@@ -52,7 +52,9 @@ class Run:
         self.saving = SimpleNamespace(newest_step=0, wait=lambda: None)
         self.state = SimpleNamespace(step=0)
         trainer: Any = SimpleNamespace(
-            job=job, guard=self.guard, device=torch.device("cpu"), saving=self.saving, state=self.state
+            **{"job": job, "guard": self.guard, "device": torch.device("cpu"), "saving": self.saving},
+            **{"state": self.state, "steps_per_epoch": 5, "total_steps": steps},
+            is_save_due=lambda step: step % 5 == 0,
         )
         self.witnessed = Witnessed(trainer)
 
@@ -108,6 +110,19 @@ def test_strict_repeats_each_save_before_the_next_one(monkeypatch: pytest.Monkey
     assert run.played.asked == [(5, [6, 7]), (10, [11, 12]), (15, [16, 17])]
     run.witnessed.end()
     assert len(run.played.asked) == 3, "no step came after the last save"
+
+
+def test_the_last_one_begins_before_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("normal", monkeypatch, steps=20)
+    run.train(16)
+    assert run.played.asked == []
+    run.train(1)
+    assert run.played.asked == [(15, [16, 17])]
+    run.train(3)
+    run.played.found = SAME
+    run.witnessed.end()
+    assert run.played.asked == [(15, [16, 17])]
+    assert run.guard.figures["witness"] == SAME.said
 
 
 def test_the_last_one_follows_one_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
