@@ -39,6 +39,13 @@ RULES_OF_PYTORCH_OPTIMIZER = (
 """Every optimizer of pytorch_optimizer, those of torch that it also lists among them."""
 # What these of pytorch_optimizer need beside parameters and a rate.
 _NEEDED: dict[str, dict[str, Any]] = {"bsam": {"num_data": SAMPLES}, "ranger21": {"num_iterations": 100}}
+_ELEMENTWISE = (
+    "accsgd adabelief adabound adadelta adam adamax adamc adamg adamod adamw adamwsn adan adapnm adasmooth ademamix "
+    "adopt aggmo ano apollo bcos diffgrad dualadam emolynx emonavi exadam fira focus ftrl galore grams "
+    "grokfastadamw kate laprop lion madgrad msvag nadam padam pid pnm qhadam qhm radam rmsprop sara "
+    "schedulefreeadamw schedulefreeradam schedulefreesgd sgd sgdw signsgd simplifiedademamix srmm tiger vsgd yogi "
+).split()
+"""Those that update each element by itself, which their classes do not say."""
 _IN_TWO_GROUPS = ("adago", "adamuon", "muon", "muonclip", "normuon")
 _OF_A_MODEL = ("adalomo", "adammini", "lomo")
 
@@ -53,7 +60,10 @@ def made(name: str, given: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer of pytorch_optimizer with this name."""
     import pytorch_optimizer
 
-    kind = functools.partial(pytorch_optimizer.load_optimizer(name), **_NEEDED.get(name, {}))
+    known: Any = pytorch_optimizer.load_optimizer(name)
+    if name in _ELEMENTWISE:
+        known.elementwise = True
+    kind = functools.partial(known, **_NEEDED.get(name, {}))
     parameters: list[Any] = list(given)
     if name in _IN_TWO_GROUPS:
         matrices = [each for each in parameters if each.dim() == 2]
