@@ -40,6 +40,7 @@ class Run:
         self.now, self.played = 0.0, Played()
         patch.setattr(witness.time, "monotonic", lambda: self.now)
         patch.setattr(witness, "state_sums", lambda *_: {"weight": "1"})
+        patch.setattr(witness, "replace_file", lambda *_, **__: None)
         patch.setattr(witness, "find_checkpoints", lambda _: [SimpleNamespace(step=step) for step in range(0, 999, 5)])
         alone = SimpleNamespace(world=SimpleNamespace(is_first=True), broadcast=lambda told: told)
         job = SimpleNamespace(

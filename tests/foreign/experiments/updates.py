@@ -39,12 +39,64 @@ RULES_OF_PYTORCH_OPTIMIZER = (
 """Every optimizer of pytorch_optimizer, those of torch that it also lists among them."""
 # What these of pytorch_optimizer need beside parameters and a rate.
 _NEEDED: dict[str, dict[str, Any]] = {"bsam": {"num_data": SAMPLES}, "ranger21": {"num_iterations": 100}}
-_ELEMENTWISE = (
-    "accsgd adabelief adabound adadelta adam adamax adamc adamg adamod adamw adamwsn adan adapnm adasmooth ademamix "
-    "adopt aggmo ano apollo bcos diffgrad dualadam emolynx emonavi exadam fira focus ftrl galore grams "
-    "grokfastadamw kate laprop lion madgrad msvag nadam padam pid pnm qhadam qhm radam rmsprop sara "
-    "schedulefreeadamw schedulefreeradam schedulefreesgd sgd sgdw signsgd simplifiedademamix srmm tiger vsgd yogi "
-).split()
+_ELEMENTWISE = [
+    "accsgd",
+    "adabelief",
+    "adabound",
+    "adadelta",
+    "adam",
+    "adamax",
+    "adamc",
+    "adamg",
+    "adamod",
+    "adamw",
+    "adamwsn",
+    "adan",
+    "adapnm",
+    "adasmooth",
+    "ademamix",
+    "adopt",
+    "aggmo",
+    "ano",
+    "apollo",
+    "bcos",
+    "diffgrad",
+    "dualadam",
+    "emolynx",
+    "emonavi",
+    "exadam",
+    "fira",
+    "focus",
+    "ftrl",
+    "galore",
+    "grams",
+    "grokfastadamw",
+    "kate",
+    "laprop",
+    "lion",
+    "madgrad",
+    "msvag",
+    "nadam",
+    "padam",
+    "pid",
+    "pnm",
+    "qhadam",
+    "qhm",
+    "radam",
+    "rmsprop",
+    "sara",
+    "schedulefreeadamw",
+    "schedulefreeradam",
+    "schedulefreesgd",
+    "sgd",
+    "sgdw",
+    "signsgd",
+    "simplifiedademamix",
+    "srmm",
+    "tiger",
+    "vsgd",
+    "yogi",
+]
 """Those that update each element by itself, which their classes do not say."""
 _IN_TWO_GROUPS = ("adago", "adamuon", "muon", "muonclip", "normuon")
 _OF_A_MODEL = ("adalomo", "adammini", "lomo")
