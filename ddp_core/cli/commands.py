@@ -155,7 +155,7 @@ def train_(context: click.Context, /, is_dry_run: bool, seeds: str | None, at_on
 def rehearse_(context: click.Context, /, **_: object) -> int:
     """Try a long run in about a minute, before it is submitted.
 
-    It takes the words of `ddp train`: put `rehearse` in the place of `train`. Everything is built twice; two steps are
+    It takes the words of `ddp train`: put `rehearse` in the place of `train`. Data are built twice; two steps are
     trained on every layout that fits this machine; a run is killed and resumed; the weights are exported and loaded.
     Then it tells what time, memory and disk the whole run will take, and all warnings that two steps can know. Nothing
     is written to --output. The exit code is 0 where the long run may be submitted.

@@ -1,7 +1,7 @@
 """`ddp rehearse`: all that a long run will do, tried in short before it is submitted.
 
-Everything is built twice; every layout that fits this machine trains two steps, evaluates and saves; a run is killed
-and resumed on another layout; the weights are exported and loaded. Each of these is `ddp train` in processes
+Everything is built, data twice; every layout that fits this machine trains two steps, evaluates and saves; a run is
+killed and resumed on another layout; the weights are exported and loaded. Each of these is `ddp train` in processes
 of its own, with `--only-steps`, in a folder that is removed afterwards.
 """
 

@@ -102,7 +102,10 @@ class Trial:
         return self.asked.reduction or ("plain" if promise_broken_by(experiment) else experiment.reduction)
 
     def _has_numerics_of(self, record: Mapping[str, Any]) -> bool:
-        """Whether the numerics are a run's; those that the experiment asks for are native where they cannot be had."""
+        """Whether a run has computed with the numerics that it would have today.
+
+        Where portable numerics cannot be had, an experiment that asks for them computes with native ones.
+        """
         rules = rules_of(self.asked.numerics or self.loaded.experiment.numerics)
         cannot = record["layout"]["device"] == "cuda" or portable_refused_by() is not None
         wanted = {rules, None} if self.asked.numerics is None and cannot else {rules}

@@ -103,12 +103,14 @@ class DdpOptions(Frozen):
     static_graph: bool = False
     find_unused_parameters: bool = False
     """For models of which some micro-batches leave parameters out. The exact reduction sees that in its first step; it
-    needs this where it begins later. No part of what is trained: experiments that differ in it alone are the same."""
+    needs this where it begins later."""
     broadcast_buffers: bool = True
     communication_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     powersgd_rank: int = Field(default=1, gt=0)
 
 
+UNTRAINED = "ddp.find_unused_parameters"
+"""The setting that changes nothing of what is trained: experiments that differ in it alone are the same."""
 _ADDED_LATER = ("ema_decay", "memory_format", "numerics", "best")
 """Fields added after experiments had been digested. A digest leaves out such a field at its default, so that the older
 digests stay the same."""

@@ -271,9 +271,9 @@ class GuardOptions(Frozen):
 
     guard: Literal["off", "normal", "strict"] = Field(
         default="normal",
-        description="A run with the exact reduction checks its own promise. normal: now and then, for at most 1 % of "
-        "its time, it computes a micro-batch again elsewhere, and once it tries a resume. strict: in every step, and "
-        "what it would only warn of ends the run.",
+        description="A run with the exact reduction checks its own promise. normal: ranks compare what they have alike "
+        "before each save, and steps are trained again elsewhere (see --rehearsal). strict: such steps after each "
+        "save, and what it would only warn of ends the run. off: nothing of that, and no rehearsal.",
     )
     rehearsal: Annotated[Literal["off", "on"], CommandLine(variable="DDP_REHEARSAL")] = Field(
         default="on",

@@ -32,7 +32,7 @@ for _ in 1 2 3 4 5 6 7 8 9 10; do
 done
 """
 _VARIABLES = {"DDP_REHEARSAL": "off"}
-"""A child's training is compared with another one already."""
+"""The command compares what its children have trained, so none of these trainings is rehearsed."""
 _SPEAKERS = ("ddp: error: ", "ddp: stopped: ")
 
 

@@ -12,7 +12,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_there
 from ddp_core.base.shown import shown
 from ddp_core.checkpoint import find_checkpoints
-from ddp_core.config.experiment import Experiment
+from ddp_core.config.experiment import UNTRAINED, Experiment
 from ddp_core.config.records import dotted, setting_text
 from ddp_core.experiment.request import Request
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
@@ -37,14 +37,14 @@ class Values(NamedTuple):
 def differing(record: Mapping[str, Any], experiment: Experiment) -> dict[str, Values]:
     """The settings in which a run's record and an experiment differ, by the names that `--set` knows.
 
-    Whether DDP looks for unused parameters is none: it changes nothing of what is trained.
+    One that changes nothing of what is trained is left out.
     """
     there, here = (dotted(part) for part in (record.get("experiment") or {}, experiment.to_json()))
     if there:
         # The record may be older than a setting; the run then had the setting's default.
         later = {name: field.default for name, field in Experiment.model_fields.items() if name in here}
         there = later | there
-    names = [name for name in [*here, *(there.keys() - here.keys())] if name != "ddp.find_unused_parameters"]
+    names = [name for name in [*here, *(there.keys() - here.keys())] if name != UNTRAINED]
     values = {name: Values(there.get(name, ...), here.get(name, ...)) for name in names}
     return {name: pair for name, pair in values.items() if pair.there != pair.here}
 

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from ddp_core.config.experiment import UNTRAINED
 from ddp_core.config.records import dotted
 
 _NAMES = ("train_loss", "test_", "ema_test_")
 _COVERAGE = 0.95
-_NO_FAMILY = ("seed", "ddp.find_unused_parameters")
+_NO_FAMILY = ("seed", UNTRAINED)
 """Settings in which runs of one family may differ."""
 
 

@@ -127,7 +127,7 @@ class OverSocket:
 
 def _serve(request: Request, listener: socket.socket, folder: Path) -> None:
     """Answer one question after the other, until the process that has begun this one ends or says so."""
-    # Most runs ask for neither.
+    # The process that trains needs neither.
     from ddp_core.run.rehearsal import rehearse, witnessed
 
     answers: Mapping[str, Callable[..., Testimony]] = {"rehearse": rehearse, "witness": witnessed}

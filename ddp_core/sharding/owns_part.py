@@ -98,7 +98,7 @@ class OwnsPart(Ownership):
 
 
 def first_after_step(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> RemovableHandle:
-    """Call `hook` after each step of the optimizer, before the hooks of others: these see what the step has made."""
+    """Call `hook` after each step of the optimizer, before all other such hooks: they see what it has made."""
     handle = optimizer.register_step_post_hook(hook)
     if (hooks := handle.hooks_dict_ref()) is not None:
         hooks.move_to_end(handle.id, last=False)

@@ -35,7 +35,7 @@ class Guard:
         self._trainer, self._job = trainer, trainer.job
         self.mode = self._job.options.guard if self._job.options.reduction == "exact" else "off"
         self.is_broken = False
-        """Whether something was found, and the run goes on all the same; nothing is checked any more."""
+        """Whether a check has found something in a run that shall go on all the same; then nothing more is checked."""
         self.has_random_data = self._job.has_random_data
         self.figures: dict[str, Any] = {"mode": self.mode, "seconds": {}}
         """What run.json keeps of the guard, in `attempts`: among them the seconds of each kind of check."""

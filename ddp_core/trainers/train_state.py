@@ -227,7 +227,7 @@ class Saving(StepObserver):
         self._job, self._state, self._clock, self._steps_per_epoch = job, state, clock, steps_per_epoch
         self._every = job.options.checkpoint_every
         self._counts: dict[str, int] = {}
-        """How often each parameter was written to before this step."""
+        """How many writes torch has counted for each parameter, as this step began."""
         self._looks: bool | None = None
         """Whether writes to parameters are looked for in this step; None before the first one."""
         self._written: set[str] = set()

@@ -38,7 +38,7 @@ _KIND = "witness"
 
 
 class Testimony(NamedTuple):
-    """What a rehearsal or a witness has found."""
+    """What came of a rehearsal or a witness: whether steps that were trained again have the same bits."""
 
     said: str
     """The same bits or which others, or why there was none, in words."""
@@ -77,8 +77,9 @@ class Witnessed(StepObserver):
         """Whether its answer is still to come."""
         self._saves, self._due_save, self._due_at = 0, 1, time.monotonic() + _FIRST_SECONDS
         self._lost: Mapping[int, Sums] = {}
-        """What the steps after the checkpoint made that this run goes on from, before it was interrupted (rank 0)."""
+        """What the interrupted run has noted of the steps after its checkpoint, by their numbers (rank 0)."""
         self._compares = False
+        """Whether rank 0 has such notes; the same on all ranks."""
 
     def go_on(self, is_changed: bool) -> None:
         """Compare the next steps with what they made before the run was interrupted, unless it `is_changed` since then.

@@ -1,4 +1,4 @@
-"""A compiled model, or one with a compiled part, is refused where replicas are copies of it."""
+"""`--layout dp` refuses a model that is compiled, or has a compiled part: each replica would be a copy of it."""
 
 from __future__ import annotations
 

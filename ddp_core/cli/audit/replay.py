@@ -20,7 +20,9 @@ _ENDS = (ExitCode.DONE, ExitCode.STOPPED)
 
 
 def replay(directory: RunDirectory, record: Mapping[str, Any], segment: Segment, asked: Asked) -> None:
-    """Train the segment again, and compare the state at its end. Raises Different, and UserError.
+    """Train the segment again, and compare the state at its end.
+
+    Raises Different where that is another one than the run has noted, and UserError where it cannot be trained.
 
     `asked`: what trains the run again, and where.
     """

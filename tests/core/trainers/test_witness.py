@@ -34,7 +34,7 @@ class Played:
 
 
 class Run:
-    """A run of one process that saves after every fifth step, a minute each."""
+    """A run of one process that saves after every fifth step; five steps take a minute of its clock."""
 
     def __init__(self, mode: str, patch: pytest.MonkeyPatch, steps: int = 1000) -> None:
         self.now, self.played = 0.0, Played()
