@@ -31,7 +31,7 @@ class ContiguousShares:
         self._ddp, self._gradients, self._channel = ddp, gradients, channel
         self._rank, self._world_size = channel.ordered_sum.rank, channel.ordered_sum.world_size
         self._hook = HookState(channel, {parameter: index for index, parameter in enumerate(gradients.parameters)})
-        # Whether all have gradients is asked in steps 1, 2, 4, 8, …: it takes an exchange of its own.
+        # Whether all have gradients is asked in the first, second, fourth, … overlapped step: it takes an exchange.
         self._steps = 0
         self._all_used: bool | None = None
         """Whether each micro-batch of the first step had a gradient for each parameter; None before that is known."""

@@ -169,6 +169,9 @@ def _work(words: Sequence[str], environment: Mapping[str, str], log: Path) -> No
 
     os.setsid()
     die_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent is None or os.getppid() != parent.pid:
+        os._exit(ExitCode.PEERS_LOST)  # it ended before the kernel was told
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])

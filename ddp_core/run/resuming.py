@@ -222,7 +222,7 @@ def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, 
         trainer.state.ended_early = None  # another training, or a longer one, was asked for since
     if fork is not None:
         _take_hyperparameters(trainer.state.optimizer, fresh, fork["hyperparameters"])
-    trainer.witnessed.go_on(is_changed=bool(notes))
+    trainer.witnessed.go_on(is_changed=bool(notes), is_fork=fork is not None)
     job.metrics.write("resume", step=trainer.state.step, ranks=ranks)
     job.console.say(f"resumed at step {trainer.state.step} (written on {shown(str(start.metadata['layout']))})")
 

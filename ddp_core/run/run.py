@@ -218,6 +218,7 @@ def _train(
                     record.guard["rehearsal"] = said
                     if differs:
                         record.mark_broken(0, said)
+                        trainer.guard.is_broken = True
                 if held is None:
                     _announce(trainer, directory)
                 saved_step = None

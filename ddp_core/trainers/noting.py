@@ -24,12 +24,13 @@ def state_sums(state: TrainState, in_parts: bool, is_first: bool, in_miniature: 
     """Checksums of weights, buffers, averages, optimizer (also its plain numbers), schedule, callbacks and position.
 
     A collective where something is cut among ranks; None on all ranks but the first. Left out are how long training
-    took, and evaluations unless `in_miniature`: elsewhere, they are made of fewer samples where steps are repeated.
+    took and, unless `in_miniature`, evaluations, which a repetition makes of fewer samples, and the loss of the epoch,
+    which holds the losses that were read until now.
     """
     whole = state.ownership.whole_on_first(state.state_dict(in_parts))
     if whole is None or not is_first:
         return None
-    left_out = ("trained_",) if in_miniature else ("trained_", "evaluation", "best")
+    left_out = ("trained_",) if in_miniature else ("trained_", "evaluation", "best", "epoch_")
     position = {name: value for name, value in whole["position"].items() if not name.startswith(left_out)}
     return {name: checksum(each) for name, each in named_tensors({**whole, "position": position})}
 

@@ -78,29 +78,49 @@ class Witnessed(StepObserver):
         self._saves, self._due_save, self._due_at = 0, 1, time.monotonic() + _FIRST_SECONDS
         self._lost: Mapping[int, Sums] = {}
         """What the interrupted run has noted of the steps after its checkpoint, by their numbers (rank 0)."""
+        self._after, self._reached = 0, 0
+        """Steps after later checkpoints than this one are noted, and the last step that was."""
         self._compares = False
         """Whether rank 0 has such notes; the same on all ranks."""
 
-    def go_on(self, is_changed: bool) -> None:
+    def go_on(self, is_changed: bool, is_fork: bool) -> None:
         """Compare the next steps with what they made before the run was interrupted, unless it `is_changed` since then.
 
-        A collective, after the state was loaded.
+        A collective, after the state was loaded. Where the run `is_fork` and begins with the checkpoint of its parent,
+        which knows nothing of the settings that the fork has changed, the steps after it are not noted.
         """
-        if self._is_on and self._is_first and not is_changed and self._job.directory is not None:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                noted = json.loads(read_file(self._job.directory / NOTES))
-                if noted["checkpoint"] == self._trainer.state.step:
-                    self._lost = {int(step): dict(sums) for step, sums in noted["after"].items()}
+        step, directory = self._trainer.state.step, self._job.directory
+        if is_fork:
+            self._after = step
+        if self._is_first and directory is not None:
+            if self._is_on and not is_changed:
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                    noted = json.loads(read_file(directory / NOTES))
+                    if noted["checkpoint"] == step:
+                        self._lost = {int(number): dict(sums) for number, sums in noted["after"].items()}
+            if not self._lost:
+                with contextlib.suppress(OSError):
+                    (directory / NOTES).unlink()  # a later resume may be of what has changed
         self._compares = bool(self._job.collectives.broadcast(bool(self._lost)))
+
+    def _is_to_note(self, step: int, saved: int) -> bool:
+        """Whether a fresh process would make this step of the checkpoint and nothing else; the same on all ranks.
+
+        It has no part of a rank that was lost, and evaluates fewer batches at the end of an epoch.
+        """
+        is_next = step == saved + 1 or step - 1 == self._reached
+        is_same_epoch = (step - 1) // self._trainer.steps_per_epoch == saved // self._trainer.steps_per_epoch
+        return self._after < saved < step <= saved + NOTED and is_next and is_same_epoch
 
     def after_step(self, batch: StepBatch) -> None:
         step, saved = self._trainer.state.step, self._trainer.saving.newest_step
-        if not (self._is_on and 0 < saved < step <= saved + NOTED):
+        if not (self._is_on and self._is_to_note(step, saved)):
             return
+        self._reached = step
         with self._guard.check(_KIND, step):
             sums = state_sums(self._trainer.state, self._job.layout.saves_in_parts, self._is_first)
         if sums is not None:
-            # Of older checkpoints none may be kept any more.
+            # Older checkpoints may be gone by now.
             kept = sorted({*self._noted, saved})[-2:]
             self._noted = {at: self._noted.get(at, {}) for at in kept}
             self._noted[saved][step] = sums
@@ -186,7 +206,7 @@ class Witnessed(StepObserver):
             at = max(self._kept(), default=None) if is_end or is_due else None
             if not self._ask(at):
                 none = is_end and self._asked is None
-                return Testimony("none: no step came after a save") if none else None, False
+                return Testimony("none: no step came after a save that is still there") if none else None, False
         assert witness is not None
         found = witness.answer(min(_POLL_SECONDS, self._job.options.timeout / 4) if waits else 0.0)
         if found is not None:

@@ -36,7 +36,7 @@ class Played:
 class Run:
     """A run of one process that saves after every fifth step; five steps take a minute of its clock."""
 
-    def __init__(self, mode: str, patch: pytest.MonkeyPatch, steps: int = 1000) -> None:
+    def __init__(self, mode: str, patch: pytest.MonkeyPatch, steps: int = 1000, directory: Path = Path()) -> None:
         self.now, self.played = 0.0, Played()
         patch.setattr(witness.time, "monotonic", lambda: self.now)
         patch.setattr(witness, "state_sums", lambda *_: {"weight": "1"})
@@ -44,7 +44,7 @@ class Run:
         patch.setattr(witness, "find_checkpoints", lambda _: [SimpleNamespace(step=step) for step in range(0, 999, 5)])
         alone = SimpleNamespace(world=SimpleNamespace(is_first=True), broadcast=lambda told: told)
         job = SimpleNamespace(
-            **{"collectives": alone, "witness": self.played, "directory": Path(), "has_random_data": False},
+            **{"collectives": alone, "witness": self.played, "directory": directory, "has_random_data": False},
             **{"is_tried": False, "stop": SimpleNamespace(requested=False), "console": SimpleNamespace(say=print)},
             options=SimpleNamespace(rehearsal="on", timeout=60.0),
             layout=SimpleNamespace(saves_in_parts=False),
@@ -111,6 +111,42 @@ def test_strict_repeats_each_save_before_the_next_one(monkeypatch: pytest.Monkey
     assert run.played.asked == [(5, [6, 7]), (10, [11, 12]), (15, [16, 17])]
     run.witnessed.end()
     assert len(run.played.asked) == 3, "no step came after the last save"
+
+
+def test_no_step_is_noted_after_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A witness evaluates fewer batches, and a callback may keep what it is told of them."""
+    run = Run("strict", monkeypatch)
+    run.saving.newest_step = 9
+    for step in (10, 11):
+        run.state.step = step
+        run.witnessed.after_step(None)  # type: ignore[arg-type]
+    assert run.witnessed._noted == {9: {10: {"weight": "1"}}}
+
+
+def test_no_step_is_noted_after_one_that_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a lost rank another trainer goes on, which has not made the step before."""
+    run = Run("strict", monkeypatch)
+    run.state.step, run.saving.newest_step = 6, 5
+    run.train(1)
+    assert run.witnessed._noted == {}
+
+
+@pytest.mark.parametrize(("is_changed", "is_fork"), [(False, False), (True, False), (False, True)])
+def test_a_resumed_run_compares_with_what_was_noted_of_just_this_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_changed: bool, is_fork: bool
+) -> None:
+    run = Run("normal", monkeypatch, directory=tmp_path)
+    run.state.step = run.saving.newest_step = 5
+    kept = tmp_path / witness.NOTES
+    kept.write_text('{"checkpoint": 5, "after": {"6": {"weight": "2"}}}')
+    run.witnessed.go_on(is_changed, is_fork)
+    assert kept.exists() == (not is_changed), "a later resume may be of what has changed"
+    if is_changed or is_fork:
+        run.train(2)
+        assert run.witnessed._noted == ({} if is_fork else {5: {6: {"weight": "1"}, 7: {"weight": "1"}}})
+    else:
+        with pytest.raises(UserError, match="other bits than before the run was interrupted"):
+            run.train(1)
 
 
 def test_the_last_one_begins_before_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
