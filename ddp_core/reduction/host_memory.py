@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .exchange import Arrival, Collected, Folding, Gathers, WholeExchange
-    from .one_level import Plan
-    from .parts import PartsInTwoLevels
+    from .exchange import Arrival, Collected, WholeExchange
 
 
 class ThroughHost:
@@ -77,32 +75,12 @@ class _Copied:
         self.out[self.summed].copy_(self.copy[self.summed], non_blocking=True)
 
 
-class PartsThroughHost:
-    """`Parts` for tensors of a device, made of those for host memory, as `ThroughHost` is."""
-
-    def __init__(self, parts: PartsInTwoLevels) -> None:
-        self._parts = parts
-        self.rank, self.world_size = parts.rank, parts.world_size
-        self.cuts = parts.cuts
-
-    def fold(self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]) -> Folding:
-        """See `Parts.fold`."""
-        if not is_elsewhere(like):
-            return (yield from self._parts.fold(own, like, plan, cuts))
-        sums = yield from self._parts.fold(_on_host(own), like.new_empty(0, device="cpu"), plan, cuts)
-        return [each.to(like.device) for each in sums]
-
-    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
-        """See `Gathers.gather`."""
-        _gather(self._parts, flats)
-
-
 def is_elsewhere(tensor: Tensor) -> bool:
     """Whether the tensor is not in host memory."""
     return tensor.device.type != "cpu"
 
 
-def _gather(exchange: Gathers, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
+def _gather(exchange: WholeExchange, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
     """Gather tensors of a device in host memory, one after the other, after those that are there already."""
     exchange.gather([(flat, cuts) for flat, cuts in flats if not is_elsewhere(flat)])
     for flat, cuts in flats:

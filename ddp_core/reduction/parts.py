@@ -5,19 +5,19 @@ backward (`round_sum`), each keeps its part of the partial sums. In one level ev
 ranks of a node share its link, so that p of W ranks send p * (W - p) / W * N elements out of their node for each of
 their subtrees. In two levels (n - 1) / n * N leave each of n nodes where the node's subtrees add up to one:
 
-1. For every rank of another node, one rank of this node is its *deputy*, and adds up what this node can add alone of
-   that rank's part. Every rank sends its neighbours the parts of those whose deputies they are.
+1. For every rank of another node, the rank with its position on this node is its *deputy*, and adds up what this node
+   can add alone of that rank's part. Every rank sends its neighbours the parts of those whose deputies they are.
 2. Every deputy sends these sums to the ranks that they are for, which add up what comes from all nodes.
 
 The way back is the same in reverse: a rank sends its part to its deputy on each node, and that to its neighbours. So
-(n - 1) / n * N leave a node there too.
+(n - 1) / n * N leave a node there too. Nodes with unlike numbers of ranks, and gloo's way through host memory, have one
+level.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from fractions import Fraction
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,7 +35,6 @@ from .exchange import (
     exchange_on,
     goes_through_host,
 )
-from .host_memory import PartsThroughHost
 from .messages import Inboxes, wait_for
 from .one_level import Plan
 from .ordered_sum import in_two_levels
@@ -68,10 +67,8 @@ def parts_on(group: dist.ProcessGroup | None, groups: tuple[tuple[int, ...], ...
     if group is None:
         return Alone()
     in_one = PartsInOneLevel(exchange_on(group, device))
-    if not groups:
-        return in_one
-    levels = PartsInTwoLevels(group, groups, device, in_one)
-    return PartsThroughHost(levels) if goes_through_host(group, device) else levels
+    has_levels = _are_alike(groups) and not goes_through_host(group, device)
+    return PartsInTwoLevels(group, groups, device, in_one) if has_levels else in_one
 
 
 class Alone:
@@ -144,19 +141,12 @@ class PartsInTwoLevels:
         # The tags below belong to the whole sums, which may be on their way at the same time.
         self._within, self._across = carrier_on(group, device, tag=6), carrier_on(group, device, tag=8)
         self._inboxes = Inboxes()
-        places, self._order = _places(nodes), order_of(nodes, self.world_size)
-
-        def deputy(rank: int, members: Sequence[int]) -> int:
-            return members[int(places[rank] * len(members))]
-
-        self._deputies = [deputy(self.rank, members) for members in nodes]
-        """This rank's deputy on each node; on its own node, the rank itself."""
-        members = nodes[self._here]
-        self._cared_for = {
-            member: [rank for rank in self._order if deputy(rank, members) == member] for member in members
-        }
-        """The ranks whose deputy each rank of this node is, in the sequence of `order_of`."""
+        members, self._order = nodes[self._here], order_of(nodes, self.world_size)
         position = members.index(self.rank)
+        self._deputies = [node[position] for node in nodes]
+        """This rank's deputy on each node; on its own node, the rank itself."""
+        self._cared_for = dict(zip(members, zip(*nodes, strict=True), strict=True))
+        """The ranks whose deputy each rank of this node is, node by node."""
         # Each starts with another neighbour, so that they do not all send to the same one first.
         self._neighbours = [*members[position + 1 :], *members[:position]]
 
@@ -277,15 +267,12 @@ def order_of(groups: tuple[tuple[int, ...], ...], world_size: int) -> Sequence[i
 
     They travel as one message. `groups` are those of `parts_on`.
     """
-    if not groups:
-        return range(world_size)
-    places = _places(groups)
-    return sorted(itertools.chain.from_iterable(groups), key=places.__getitem__)
+    return list(itertools.chain.from_iterable(zip(*groups, strict=True))) if _are_alike(groups) else range(world_size)
 
 
-def _places(groups: tuple[tuple[int, ...], ...]) -> dict[int, Fraction]:
-    """How far back in its group each rank stands: in the middle of it at 1/2."""
-    return {rank: Fraction(place, len(members)) for members in groups for place, rank in enumerate(members)}
+def _are_alike(groups: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether there are groups, and all have as many ranks."""
+    return len(set(map(len, groups))) == 1
 
 
 class _Sending(NamedTuple):

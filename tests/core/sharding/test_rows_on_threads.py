@@ -146,7 +146,7 @@ def test_rows_are_sent_as_the_nodes_lie_and_wait_as_they_were_told() -> None:
         layer = copy.deepcopy(made)
         optimizer = torch.optim.SGD(layer.parameters())
         given: dict[str, Any] = {"process_group": group, "timeout": timedelta(seconds=9), "node": nodes[group.rank()]}
-        owned: Any = OwnsRows(layer, optimizer, 3, **given)
+        owned: Any = OwnsRows(layer, optimizer, 4, **given)
         channel = owned.reduction._channel
         told = channel.group.asked[1], channel.ordered_sum.groups, type(owned._rounds._parts).__name__
         owned.reduction.close()
@@ -155,8 +155,10 @@ def test_rows_are_sent_as_the_nodes_lie_and_wait_as_they_were_told() -> None:
 
     wait = timedelta(seconds=9)
     assert on_thread_world(3, functools.partial(sent, (7, 7, 7))) == [(wait, (), "PartsInOneLevel")] * 3
-    told = (wait, ((0, 1), (2,)), "PartsInTwoLevels")
+    told = (wait, ((0, 1), (2,)), "PartsInOneLevel")
     assert on_thread_world(3, functools.partial(sent, (7, 7, 8))) == [told] * 3
+    told = (wait, ((0, 1), (2, 3)), "PartsInTwoLevels")
+    assert on_thread_world(4, functools.partial(sent, (7, 7, 8, 8))) == [told] * 4
 
 
 def test_gradients_that_are_made_outside_of_a_micro_batch_are_refused() -> None:

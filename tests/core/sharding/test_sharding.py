@@ -146,13 +146,13 @@ def test_pieces_lie_and_wait_as_they_were_told(shares: Any, monkeypatch: pytest.
 
     asked = (torch.device("cpu"), timedelta(seconds=9))
     one = ((), 1 if shares == "strided" else PHASES, "PartsInOneLevel")
-    several = (((0, 1), (2,)), OrderedSum.PHASES, "PartsInTwoLevels")
+    several = (((0, 1), (2, 3)), OrderedSum.PHASES, "PartsInTwoLevels")
     # Of the weight, and of the bias.
     thirds = [[(0, 3072), (0, 0)], [(3072, 6144), (0, 0)], [(6144, 9000), (0, 3)]]
     assert on_threads(3, partial(pieces, (7, 7, 7))) == [(asked, one, third) for third in thirds]
     # The first ranks of both nodes lie side by side.
-    thirds = [thirds[0], thirds[2], thirds[1]]
-    assert on_threads(3, partial(pieces, (7, 7, 8))) == [(asked, several, third) for third in thirds]
+    quarters = [[(0, 2048), (0, 0)], [(4096, 6144), (0, 0)], [(2048, 4096), (0, 0)], [(6144, 9000), (0, 3)]]
+    assert on_threads(4, partial(pieces, (7, 7, 8, 8))) == [(asked, several, quarter) for quarter in quarters]
 
 
 @pytest.mark.parametrize("mode", ["optimizer", "gradients", "parameters"])
