@@ -151,7 +151,7 @@ def test_pieces_lie_and_wait_as_they_were_told(shares: Any, monkeypatch: pytest.
     thirds = [[(0, 3072), (0, 0)], [(3072, 6144), (0, 0)], [(6144, 9000), (0, 3)]]
     assert on_threads(3, partial(pieces, (7, 7, 7))) == [(asked, one, third) for third in thirds]
     # The first ranks of both nodes lie side by side.
-    quarters = [[(0, 2048), (0, 0)], [(4096, 6144), (0, 0)], [(2048, 4096), (0, 0)], [(6144, 9000), (0, 3)]]
+    quarters = [[(0, 2048), (0, 0)], [(4096, 7168), (0, 0)], [(2048, 4096), (0, 0)], [(7168, 9000), (0, 3)]]
     assert on_threads(4, partial(pieces, (7, 7, 8, 8))) == [(asked, several, quarter) for quarter in quarters]
 
 
