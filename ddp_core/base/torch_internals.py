@@ -32,9 +32,6 @@ HANDLED_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 ALIKE_NODES = "TORCH_ELASTIC_WORKER_IDENTICAL"
 """Environment variable: "1" lets an agent count its ranks from its node's number, without asking all other nodes."""
 
-LOADED_BY_OPTIMIZERS = "torch._dynamo"
-"""The module that takes the time when a process makes its first optimizer."""
-
 foreach_add_: Callable[..., None] = torch._foreach_add_
 foreach_copy_: Callable[..., None] = torch._foreach_copy_
 foreach_mul_: Callable[..., None] = torch._foreach_mul_

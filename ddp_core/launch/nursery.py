@@ -31,13 +31,14 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ddp_core.base.process import die_with_parent
-from ddp_core.base.torch_internals import LOADED_BY_OPTIMIZERS, starting_workers_by
+from ddp_core.base.torch_internals import starting_workers_by
 from ddp_core.distributed.stop import die_when_asked
+from ddp_core.model.optimizers import load_for_optimizers
 
 Entry = Callable[[Sequence[str]], int]
 
 # What a worker needs before its first step, beside the modules that the launcher has loaded.
-_NEEDED = (LOADED_BY_OPTIMIZERS, "torch.distributed.algorithms.ddp_comm_hooks", "torch.nn.parallel", "ddp_core.run.run")
+_NEEDED = ("torch.distributed.algorithms.ddp_comm_hooks", "torch.nn.parallel", "ddp_core.run.run")
 _POLL_SECONDS = 0.01
 _LEAVING_SECONDS = 5.0
 _FORK = multiprocessing.get_context("fork")
@@ -148,6 +149,7 @@ class Nursling:
 def _nurse(channel: Connection, launchers_end: Connection, entry: Entry, mask: set[signal.Signals]) -> None:
     launchers_end.close()
     _begin("ddp-nursery")
+    load_for_optimizers()
     for module in _NEEDED:
         importlib.import_module(module)
     gc.collect()

@@ -18,6 +18,11 @@ from ddp_core.checkpoint.queues import without_queues
 from ddp_core.config.experiment import Optimizer
 
 
+def load_for_optimizers() -> None:
+    """Load what the first optimizer of a process loads, which takes as long as torch itself; computes nothing."""
+    torch.optim.SGD([torch.zeros(1)])
+
+
 def build_optimizer(
     settings: Optimizer, model: nn.Module, global_batch_size: int | None = None
 ) -> torch.optim.Optimizer:

@@ -7,7 +7,6 @@ for a witness. It ends with the process that has begun it, whatever ends that, a
 from __future__ import annotations
 
 import contextlib
-import importlib
 import multiprocessing
 import os
 import shutil
@@ -23,9 +22,9 @@ from typing import Any
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.process import die_with_parent
-from ddp_core.base.torch_internals import LOADED_BY_OPTIMIZERS
 from ddp_core.distributed.reports import tell_user
 from ddp_core.experiment.request import Request
+from ddp_core.model.optimizers import load_for_optimizers
 from ddp_core.trainers.noting import Sums
 from ddp_core.trainers.witness import Testimony
 
@@ -45,8 +44,7 @@ def vouched_for(request: Request, rehearses: bool) -> Iterator[Request]:
     if is_off or request.evaluated is not None or request.is_tried:
         yield request
         return
-    # Every process that is forked from here on needs it.
-    importlib.import_module(LOADED_BY_OPTIMIZERS)
+    load_for_optimizers()  # every process that is forked from here on needs it
     with _repeater(request):
         if rehearses:
             found = _rehearsed()

@@ -19,11 +19,10 @@ from pathlib import Path
 
 from ddp_core.base.errors import ExitCode
 from ddp_core.base.process import die_with_parent
-from ddp_core.base.torch_internals import LOADED_BY_OPTIMIZERS
 from ddp_core.distributed.world import free_port
 
 _FORK = multiprocessing.get_context("fork")
-_LOADED = (LOADED_BY_OPTIMIZERS, "torch.nn.parallel", "ddp_core.cli", "ddp_core.run.run", "ddp_core.cli.prepare")
+_LOADED = ("torch.nn.parallel", "ddp_core.cli", "ddp_core.run.run", "ddp_core.cli.prepare")
 
 Main = Callable[[Sequence[str]], int]
 
@@ -44,6 +43,9 @@ def load(packages: Sequence[str] = ()) -> None:
     from ddp_core.base.torchvision_import import import_torchvision
 
     import_torchvision()
+    from ddp_core.model.optimizers import load_for_optimizers
+
+    load_for_optimizers()
     for name in (*_LOADED, *packages):
         importlib.import_module(name)
     gc.collect()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import multiprocessing
 import os
@@ -45,8 +44,8 @@ def explained(name: str) -> Iterator[None]:
     except Exception as error:
         private = PRIVATE_NAMES[name]
         pytest.fail(
-            f"torch {torch.__version__} has changed {private.owner}'s {name}, which is used to {private.use} "
-            f"({private.why}; {private.upstream or 'no issue upstream'}): {type(error).__name__}: {error}",
+            f"torch {torch.__version__} has changed {private.owner}'s {name}, which is used to {private.use}: "
+            f"{type(error).__name__}: {error}",
             pytrace=False,
         )
 
@@ -260,10 +259,6 @@ def dispatch_mode(_: int, __: int, ___: str) -> None:
     assert "aten::add.Tensor" in seen
 
 
-def dynamo(_: int, __: int, ___: str) -> None:
-    assert importlib.import_module(torch_internals.LOADED_BY_OPTIMIZERS)
-
-
 def metadata(_: int, __: int, ___: str) -> None:
     state = nn.BatchNorm1d(2).state_dict()
     versions = torch_internals.module_versions(state)
@@ -387,7 +382,6 @@ CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
     "_buffers": buffers,
     **dict.fromkeys(("_backward_hooks", "_post_accumulate_grad_hooks"), hooks),
     "_python_dispatch": dispatch_mode,
-    "_dynamo": dynamo,
     "_metadata": metadata,
     **dict.fromkeys(("_orig_mod", "_compiled_call_impl"), compiled),
     **dict.fromkeys(("_shutdown_workers", "_workers"), shutdown_workers),
