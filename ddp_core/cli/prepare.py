@@ -24,12 +24,8 @@ from ddp_core.experiment.file import LoadedExperiment, Served, load_experiment
 from ddp_core.experiment.request import Request, build_splits, check_promise, promise_broken_by
 from ddp_core.experiment.source import serve_modules
 from ddp_core.numerics.limits import RULES, limits_hold, limits_missed, portable_refused_by, rules_of
-from ddp_core.observe.faults import Fault
-from ddp_core.observe.loggers.logger import check_loggers
-from ddp_core.observe.profiling import parse_window
 from ddp_core.record.continuing import require_continuable
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.forking import find_fork
 from ddp_core.sharding import Sharding
 
 _COMPONENTS: tuple[Kind, ...] = ("model", "data", "optimizer", "schedule")
@@ -175,12 +171,21 @@ def check_request(request: Request, only_look: bool = False) -> None:
     """
     experiment, options = request.loaded.experiment, request.options
     if options.profile:
+        from ddp_core.observe.profiling import parse_window
+
         parse_window(options.profile)
     if options.stop_signal:
         signal_named(options.stop_signal)
-    for fault in options.faults:
-        Fault.parse(fault)
-    check_loggers(options.log_to)
+    if options.faults:
+        from ddp_core.observe.faults import Fault
+
+        flips = "flip" in [Fault.parse(fault).kind for fault in options.faults]
+        if flips and options.cuda_graph:
+            raise UserError("--cuda-graph: no bit can be flipped within a recorded backward; leave out --fault flip@…")
+    if options.log_to:
+        from ddp_core.observe.loggers.logger import check_loggers
+
+        check_loggers(options.log_to)
     if options.launcher == "spawn" and request.layout.nnodes > 1:
         raise UserError(
             "--launcher spawn starts processes on this machine only; use --launcher torchrun for several nodes"
@@ -210,7 +215,9 @@ def check_request(request: Request, only_look: bool = False) -> None:
     splits = build_splits(request.loaded, Path(request.options.data_dir))
     if request.resume not in ("auto", "never"):
         require_continuable(RunDirectory(Path(request.resume)), request, len(splits.train))
-    elif request.resume == "never":
+    elif request.resume == "never" and request.asked is not None and request.asked.fork is not None:
+        from ddp_core.record.forking import find_fork
+
         find_fork(request, len(splits.train))
     if request.evaluated is None:
         _check_output(Path(options.output), only_look)
@@ -243,8 +250,6 @@ def _check_graph(request: Request) -> None:
         raise UserError("--cuda-graph needs a GPU, and this run is on the CPU; leave it out")
     if layout.kind == "dp":
         raise UserError("--cuda-graph: the threads of dp cannot record at the same time; use --layout single or ddp")
-    if any(Fault.parse(fault).kind == "flip" for fault in options.faults):
-        raise UserError("--cuda-graph: no bit can be flipped within a recorded backward; leave out --fault flip@…")
     if layout.kind == "ddp" and options.reduction == "plain":
         raise UserError(
             "--cuda-graph: DistributedDataParallel sends gradients from within backward, which no graph holds; "

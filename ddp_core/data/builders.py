@@ -8,7 +8,7 @@ parameter `root`, the data directory.
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,11 +18,7 @@ from numpy.typing import NDArray
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.extras import require
-from ddp_core.data.augment import turn_shift_scale
-from ddp_core.data.characters import characters
-from ddp_core.data.image_folder import image_folder
 from ddp_core.data.splits import ByteImages, InMemory, Splits, content_digest, stratified
-from ddp_core.data.vision import cifar10, fashion_mnist
 
 
 def digits(augment: bool = True, test_share: float = 0.2) -> Splits:
@@ -39,11 +35,16 @@ def digits(augment: bool = True, test_share: float = 0.2) -> Splits:
     targets = torch.from_numpy(labels)
     held_out = stratified(labels, test_share)
     train, test = torch.from_numpy(np.flatnonzero(~held_out)), torch.from_numpy(np.flatnonzero(held_out))
+    augmentation = None
+    if augment:
+        from ddp_core.data.augment import turn_shift_scale
+
+        augmentation = turn_shift_scale()
     return Splits(
         train=InMemory(images[train], targets[train]),
         test=InMemory(images[test], targets[test]),
         classes=10,
-        augmentation=turn_shift_scale() if augment else None,
+        augmentation=augmentation,
         digest=content_digest(images[train], targets[train], images[test], targets[test]),
     )
 
@@ -122,15 +123,16 @@ def _digit_table() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     return table[:, :-1].astype(np.uint8), table[:, -1].astype(np.int64)
 
 
-DATA: dict[str, Callable[..., Splits]] = {
+DATA: Mapping[str, Callable[..., Splits] | str] = {
     "digits": digits,
     "linear_data": linear_data,
     "counter_data": counter_data,
     "toy_data": toy_data,
     "random_images": random_images,
     "random_byte_images": random_byte_images,
-    "characters": characters,
-    "fashion_mnist": fashion_mnist,
-    "cifar10": cifar10,
-    "image_folder": image_folder,
+    "characters": "ddp_core.data.characters",
+    "fashion_mnist": "ddp_core.data.vision",
+    "cifar10": "ddp_core.data.vision",
+    "image_folder": "ddp_core.data.image_folder",
 }
+"""The functions by name, or the modules that have them, which are loaded where an experiment asks for them."""

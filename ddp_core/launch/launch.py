@@ -39,7 +39,6 @@ from ddp_core.launch.live_agent import HandedOver, LiveAgent
 from ddp_core.launch.live_meeting import LiveRendezvous, join_live
 from ddp_core.launch.meeting import Meeting, RendezvousLost, facts_of_nodes, join, leaves_when_cut_off, own_address
 from ddp_core.launch.nursery import Entry, Nursery
-from ddp_core.launch.spawn import spawn
 from ddp_core.record.directory import RunDirectory, find_launch
 
 _CUT_OFF_SECONDS = 20.0
@@ -75,6 +74,8 @@ def launch(request: Request, meeting: Meeting, entry: Entry) -> int:
         launch_id = meeting.launch_id or f"ddp-{secrets.token_hex(8)}"
         meeting = replace(meeting, launch_id=launch_id)
         if request.options.launcher == "spawn":
+            from ddp_core.launch.spawn import spawn
+
             code = spawn(request, [str(file)], entry, launch_id)
         else:
             code = _launch_elastic(request, meeting, str(file), entry)

@@ -8,7 +8,7 @@ as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
 from ddp_core.config.records import MemoryFormat
-from ddp_core.model.transformer import transformer
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By number of dimensions: 4 of images (samples, channels, height, width), 5 of volumes and films."""
@@ -113,15 +112,16 @@ def resnet18(classes: int = 10, small_input: bool = False, compiled: bool = Fals
     return model
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {
+MODELS: Mapping[str, Callable[..., nn.Module] | str] = {
     "linear": linear,
     "sigmoid_classifier": sigmoid_classifier,
     "two_layer": two_layer,
     "mlp": mlp,
     "small_cnn": small_cnn,
     "resnet18": resnet18,
-    "transformer": transformer,
+    "transformer": "ddp_core.model.transformer",
 }
+"""The functions by name, or the modules that have them, which are loaded where an experiment asks for them."""
 
 
 def laid_out(tensor: Tensor, memory_format: MemoryFormat) -> Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NotRequired, Self
+from typing import IO, TYPE_CHECKING, Any, NotRequired, Self
 
 from typing_extensions import TypedDict
 
@@ -27,7 +27,9 @@ from ddp_core.base.files import LineFile
 from ddp_core.base.shown import shown_in
 from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.stop import Stopped
-from ddp_core.observe.loggers.logger import BackgroundLogger, Ending
+
+if TYPE_CHECKING:
+    from ddp_core.observe.loggers.logger import BackgroundLogger, Ending
 
 _END_BYTES = 2**16
 _LONGEST_LINE = 2**20

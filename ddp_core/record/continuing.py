@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_there
@@ -17,9 +17,11 @@ from ddp_core.config.records import dotted, setting_text
 from ddp_core.experiment.request import Request
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
 from ddp_core.record.fork_rules import refused_changes
-from ddp_core.record.initial_weights import InitialWeights, find_weights
 from ddp_core.record.lock import require_unlocked
 from ddp_core.record.run_json import RecordedRun
+
+if TYPE_CHECKING:
+    from ddp_core.record.initial_weights import InitialWeights
 
 LENGTH = ("epochs", "max_steps")
 """The settings by which a finished run may be extended."""
@@ -176,6 +178,8 @@ def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
         return recorded is None or request.resume not in ("auto", "never")
     if recorded is None:
         return False
+    from ddp_core.record.initial_weights import find_weights
+
     if recorded["given"] == given:
         # The weights may be of a run that is still trained, and so has newer ones by now.
         return not is_there(Path(recorded["file"])) or find_weights(recorded["file"]).sha256 == recorded["sha256"]
@@ -259,4 +263,8 @@ def kept_length(record: Mapping[str, Any]) -> dict[str, Any]:
 def recorded_weights(record: Mapping[str, Any]) -> InitialWeights | None:
     """The initial weights that a record names (`--init-from`); None for random ones."""
     found = record.get("init_from")
-    return None if found is None else InitialWeights(found["given"], found["file"], found["sha256"])
+    if found is None:
+        return None
+    from ddp_core.record.initial_weights import InitialWeights
+
+    return InitialWeights(found["given"], found["file"], found["sha256"])

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import ExitCode, UserError
@@ -23,23 +23,23 @@ from ddp_core.data.data_digest import DataDigest, changed_at
 from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Stopped
-from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import Request
 from ddp_core.experiment.source import FOLDER, Source, changed_files, collect, diff, read_source
 from ddp_core.numerics.limits import rules_of
-from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
 from ddp_core.record.continuing import continue_command, differing, in_words, kept_length
 from ddp_core.record.data import keep_digest, recorded_digest
 from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
 from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import describe_environment
-from ddp_core.record.forking import Fork
 from ddp_core.record.guarded import broken_promise, not_promised
-from ddp_core.record.initial_weights import InitialWeights
 from ddp_core.record.result import early_end, gather_ends, result_of, save_weights, summary
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.train_state import TrainState
+
+if TYPE_CHECKING:
+    from ddp_core.record.forking import Fork
+    from ddp_core.record.initial_weights import InitialWeights
 
 _ENDED = "this rank ended with exit code"
 """Begins the last line of a rank's `error-rank-N.txt`."""
@@ -190,6 +190,9 @@ class RunRecord:
             self._try_to_end(error.exit_code, str(error))
             raise
         except Exception as error:
+            from ddp_core.experiment.blame import shortage, unforeseen
+            from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
+
             known = shortage(error, self.world.place)
             if known is None and is_peer_loss(error):
                 lost = peers_lost(error, self.directory.path, self.world, self._step)

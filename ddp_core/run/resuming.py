@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch.optim import Optimizer
 
@@ -30,11 +30,13 @@ from ddp_core.record.continuing import (
 )
 from ddp_core.record.data import recorded_digest
 from ddp_core.record.directory import RunDirectory, find_launch, pass_over
-from ddp_core.record.forking import Fork, bring_checkpoint, find_fork
-from ddp_core.record.initial_weights import InitialWeights, find_weights
 from ddp_core.record.lock import RunLock
 from ddp_core.record.run_record import Origin, RunRecord
 from ddp_core.trainers import Trainer
+
+if TYPE_CHECKING:
+    from ddp_core.record.forking import Fork
+    from ddp_core.record.initial_weights import InitialWeights
 
 _P = ParamSpec("_P")
 _Choice = TypeVar("_Choice")
@@ -133,7 +135,11 @@ def choose_weights(request: Request, directory: RunDirectory) -> InitialWeights 
     if (directory.path / "run.json").exists():
         return recorded_weights(directory.read())
     given = request.asked.init_from if request.asked is not None else None
-    return None if given is None else find_weights(given)
+    if given is None:
+        return None
+    from ddp_core.record.initial_weights import find_weights
+
+    return find_weights(given)
 
 
 def choose_fork(request: Request, directory: RunDirectory, samples: int, data: DataDigest) -> Fork | None:
@@ -141,7 +147,11 @@ def choose_fork(request: Request, directory: RunDirectory, samples: int, data: D
 
     Raises UserError as `find_fork` does, and where the data are others than those that the parent was trained on.
     """
-    fork = None if (directory.path / "run.json").exists() else find_fork(request, samples)
+    if request.asked is None or request.asked.fork is None or (directory.path / "run.json").exists():
+        return None
+    from ddp_core.record.forking import find_fork
+
+    fork = find_fork(request, samples)
     if fork is not None:
         parent = RunDirectory(Path(fork.run))
         if (where := changed_at(recorded_digest(parent.path, parent.read()), data)) is not None:
@@ -152,9 +162,17 @@ def choose_fork(request: Request, directory: RunDirectory, samples: int, data: D
     return fork
 
 
+def _bring_checkpoint(directory: RunDirectory) -> None:
+    """Copy the checkpoint from which a fork begins into its directory. Raises UserError as `bring_checkpoint` does."""
+    if directory.read().get("forked_from") is not None:
+        from ddp_core.record.forking import bring_checkpoint
+
+        bring_checkpoint(directory)
+
+
 def choose_checkpoint(collectives: Collectives, directory: RunDirectory, console: Console) -> Checkpoint | None:
     """The newest valid checkpoint, the same on every rank; None for a run that begins at step 0."""
-    by_rank_0(collectives, bring_checkpoint, directory)
+    by_rank_0(collectives, _bring_checkpoint, directory)
     chosen = by_rank_0(collectives, newest_valid, directory.checkpoints, console.say)
     return None if chosen is None else read_checkpoint(chosen.manifest, sha256=chosen.sha256)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -24,23 +24,14 @@ from ddp_core.distributed.reports import die_with_launcher, report_end, report_e
 from ddp_core.distributed.seat import stop_file
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
-from ddp_core.experiment.blame import shortage, unforeseen, users_trace
 from ddp_core.experiment.request import Request
 from ddp_core.numerics.limits import rules_of
-from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.heartbeat import Heartbeat
-from ddp_core.observe.ledger import Ledger
-from ddp_core.observe.loggers.logger import BackgroundLogger, LoggedRun, loggable, start_loggers
-from ddp_core.observe.lost_peers import is_peer_loss, short_message
 from ddp_core.observe.metrics import Console, MetricsWriter
-from ddp_core.observe.profiling import StepProfiler, merge_traces
 from ddp_core.observe.step import StepObserver
-from ddp_core.observe.unknown_operations import UnknownOperations
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.initial_weights import put_weights
 from ddp_core.record.run_record import Origin, RunRecord
 from ddp_core.run.beginning import Kept, begun
-from ddp_core.run.evaluating import evaluate_run
 from ddp_core.run.live import LiveRecovery, require_told_once
 from ddp_core.run.memory import predict
 from ddp_core.run.repeater import OverSocket
@@ -53,6 +44,9 @@ from ddp_core.run.resuming import (
 )
 from ddp_core.trainers import Job, Trainer, build_trainer
 from ddp_core.trainers.trial import check_loss
+
+if TYPE_CHECKING:
+    from ddp_core.observe.loggers.logger import BackgroundLogger
 
 
 @said_by("ddp")
@@ -88,10 +82,18 @@ def run_worker(request: Request, world: World) -> int:
 
     try:
         with no_silent_end(tell), no_way_out("your code"):
-            (run if request.evaluated is None else evaluate_run)(request, world)
+            if request.evaluated is None:
+                run(request, world)
+            else:
+                from ddp_core.run.evaluating import evaluate_run
+
+                evaluate_run(request, world)
     except UserError as error:
         return report_end(world, error.exit_code, str(error))
     except Exception as error:
+        from ddp_core.experiment.blame import shortage, unforeseen, users_trace
+        from ddp_core.observe.lost_peers import is_peer_loss, short_message
+
         if known := shortage(error, world.place):
             return report_end(world, known.exit_code, str(known))
         if is_peer_loss(error):
@@ -165,6 +167,8 @@ def _train(
             held = live.newest(collectives, directory) if live is not None else None
             start = choose_checkpoint(collectives, directory, console) if held is None else None
             if origin.weights is not None and start is None and held is None:
+                from ddp_core.record.initial_weights import put_weights
+
                 put_weights(parts.model, origin.weights)
             kept_every = by_rank_0(collectives, record.kept_every)
             first_step = start.step if start is not None else held.at.step if held is not None else 0
@@ -257,6 +261,8 @@ def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
     request, directory = record.request, record.directory
     loggers: list[BackgroundLogger] = []
     if request.options.log_to:
+        from ddp_core.observe.loggers.logger import LoggedRun, loggable, start_loggers
+
         settings = request.loaded.experiment.to_json()
         settings |= {"layout": request.layout.label, "reduction": request.options.reduction}
         experiment = request.loaded.experiment
@@ -302,6 +308,8 @@ def _checkpointer(
         try:
             yield checkpointer
         except Exception as error:
+            from ddp_core.observe.lost_peers import is_peer_loss
+
             if is_peer_loss(error):
                 _raise_failed_save(checkpointer)
             raise
@@ -335,17 +343,25 @@ def _observers(
         if options.profile is not None:
             observers.append(stack.enter_context(_profiler(options.profile, directory, collectives, console)))
         elif rules_of(options.numerics) is not None and world.is_first:
+            from ddp_core.observe.unknown_operations import UnknownOperations
+
             observers.append(stack.enter_context(closing(UnknownOperations(console.warn))))
         if options.ledger:
+            from ddp_core.observe.ledger import Ledger
+
             observers.append(stack.enter_context(closing(Ledger(directory, record.attempt, world.rank, first_step))))
         if options.faults:
+            from ddp_core.observe.faults import FaultScript
+
             observers.append(FaultScript(options.faults, world.rank, directory, model))
         yield observers
 
 
 @contextmanager
-def _profiler(window: str, directory: Path, collectives: Collectives, console: Console) -> Iterator[StepProfiler]:
+def _profiler(window: str, directory: Path, collectives: Collectives, console: Console) -> Iterator[StepObserver]:
     """This rank's profiler; rank 0 puts the traces of all ranks together when training is over."""
+    from ddp_core.observe.profiling import StepProfiler, merge_traces
+
     with StepProfiler(window, directory, collectives.world.rank) as profiler:
         yield profiler
     collectives.barrier()

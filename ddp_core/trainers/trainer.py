@@ -34,7 +34,6 @@ from ddp_core.trainers.checks import Guard
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.figures import Figures
-from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.noting import StepNotes, state_digests
 from ddp_core.trainers.passes import Passes, WeightUpdate, require_scalable
@@ -93,7 +92,11 @@ class Trainer(ABC):
             self.total_steps = min(self.total_steps, job.only_steps)
         self.seed_micro_batch = MicroBatchSeed(job.experiment.seed, job.device)
         self.losses = StepLosses(job.collectives, self.cut.micro_batches)
-        kind = GraphedPasses if job.options.cuda_graph else Passes
+        kind = Passes
+        if job.options.cuda_graph:
+            from ddp_core.trainers.graphed import GraphedPasses
+
+            kind = GraphedPasses
         self.passes = kind(job.experiment, job.loss, job.device)
         if self.passes.scaler is not None:
             require_scalable(self.model)

@@ -16,6 +16,7 @@ from ddp_core.model.losses import (
     mean_squared_error,
     sequence_cross_entropy,
 )
+from ddp_core.model.transformer import transformer
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_small_inputs_keep_their_size_through_the_stem() -> None:
 
 
 def test_a_transformer_predicts_from_what_comes_before() -> None:
-    model = MODELS["transformer"](symbols=9, length=6, width=8, depth=2, heads=2).eval()
+    model = transformer(symbols=9, length=6, width=8, depth=2, heads=2).eval()
     text = torch.randint(0, 9, (3, 6))
     changed = torch.cat((text[:, :4], (text[:, 4:] + 1) % 9), dim=1)
     before, after = model(text), model(changed)
@@ -64,7 +65,7 @@ def test_a_transformers_blocks_are_most_of_its_parameters() -> None:
     def size(width: int, depth: int) -> int:
         return depth * (12 * width**2 + 13 * width) + (128 + 64 + 2) * width
 
-    assert sum(each.numel() for each in MODELS["transformer"]().parameters()) == size(64, 2)
+    assert sum(each.numel() for each in transformer().parameters()) == size(64, 2)
     assert size(512, 8) == 25_318_400
 
 
@@ -90,7 +91,7 @@ def test_impossible_models_are_explained() -> None:
     with pytest.raises(UserError, match="image_size 2"):
         MODELS["small_cnn"](image_size=2)
     with pytest.raises(UserError, match="width 10 is not a multiple of heads 4"):
-        MODELS["transformer"](width=10)
+        transformer(width=10)
 
 
 def test_losses_are_torchs_means_times_the_samples() -> None:
