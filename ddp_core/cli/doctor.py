@@ -51,7 +51,7 @@ def _machine() -> dict[str, Any]:
 
 def _launcher() -> str | None:
     """Which rank or node a launcher made of this process, and what `ddp train` would do; None without a launcher."""
-    from ddp_core.cli.train import follow_launcher
+    from ddp_core.cli.launched import follow_launcher
     from ddp_core.config.options import Asked
 
     try:

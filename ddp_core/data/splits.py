@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data import Dataset as TorchDataset
 
 from ddp_core.base.errors import UserError
@@ -232,6 +232,12 @@ def content_digest(*tensors: Tensor) -> str:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().numpy().data)
     return digest.hexdigest()
+
+
+def first_items(dataset: Dataset, count: int) -> Dataset:
+    """The first items of a data set, at most so many."""
+    few: Subset[Any] = Subset(dataset, range(min(count, len(dataset))))  # type: ignore[arg-type]
+    return few
 
 
 def stratified(labels: NDArray[np.int64], share: float) -> NDArray[np.bool_]:

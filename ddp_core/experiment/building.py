@@ -9,7 +9,6 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -31,12 +30,12 @@ from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 
 Kind = Literal["model", "data", "loss", "optimizer", "schedule"]
 
-_BROUGHT: Mapping[Kind, Mapping[str, Callable[..., Any] | str]] = {
+_BROUGHT: Mapping[Kind, Mapping[str, Callable[..., Any]]] = {
     "model": MODELS,
     "data": DATA,
     "loss": LOSSES,
 }
-"""The functions that `ddp_core` brings, or the modules that have them, by kind and name."""
+"""The functions that `ddp_core` brings, by kind and name."""
 
 _INJECTED: Mapping[str, tuple[str, ...]] = {
     "data": ("root",),
@@ -69,9 +68,7 @@ def resolve(loaded: LoadedExperiment, kind: Kind, name: str) -> Callable[..., An
         return own  # type: ignore[no-any-return]
     brought = _BROUGHT.get(kind, {})
     if name in brought:
-        found = brought[name]
-        function: Callable[..., Any] = getattr(import_module(found), name) if isinstance(found, str) else found
-        return function
+        return brought[name]
     if own is not None and not isinstance(own, ModuleType):
         raise UserError(
             f"experiment {loaded.experiment.name}: `{name}` in {loaded.path} is a {type(own).__name__}; "

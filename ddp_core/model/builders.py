@@ -8,13 +8,14 @@ as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.functions import Functions
 from ddp_core.config.records import MemoryFormat
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -112,16 +113,17 @@ def resnet18(classes: int = 10, small_input: bool = False, compiled: bool = Fals
     return model
 
 
-MODELS: Mapping[str, Callable[..., nn.Module] | str] = {
-    "linear": linear,
-    "sigmoid_classifier": sigmoid_classifier,
-    "two_layer": two_layer,
-    "mlp": mlp,
-    "small_cnn": small_cnn,
-    "resnet18": resnet18,
-    "transformer": "ddp_core.model.transformer",
-}
-"""The functions by name, or the modules that have them, which are loaded where an experiment asks for them."""
+MODELS = Functions[nn.Module](
+    {
+        "linear": linear,
+        "sigmoid_classifier": sigmoid_classifier,
+        "two_layer": two_layer,
+        "mlp": mlp,
+        "small_cnn": small_cnn,
+        "resnet18": resnet18,
+        "transformer": "ddp_core.model.transformer",
+    }
+)
 
 
 def laid_out(tensor: Tensor, memory_format: MemoryFormat) -> Tensor:

@@ -29,7 +29,8 @@ from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.stop import Stopped
 
 if TYPE_CHECKING:
-    from ddp_core.observe.loggers.logger import BackgroundLogger, Ending
+    from ddp_core.observe.loggers.logged import Ending
+    from ddp_core.observe.loggers.logger import BackgroundLogger
 
 _END_BYTES = 2**16
 _LONGEST_LINE = 2**20

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .exchange import Arrival, Collected, WholeExchange
+from .exchange import Arrival, Collected, WholeExchange
 
 
 class ThroughHost:

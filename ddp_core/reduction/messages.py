@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .exchange import Arrival, Awaited, Collected
+from .exchange import Arrival, Awaited, Collected
 
 
 class PointToPoint:

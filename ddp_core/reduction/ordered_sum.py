@@ -34,7 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Exchange, WholeExchange, connect, cut, exchange_among, exchange_on
+from .backends import connect, exchange_among, exchange_on
+from .exchange import Exchange, WholeExchange, cut
 from .one_level import Plan, plan_for, sum_in_one_level
 
 MANY = 16

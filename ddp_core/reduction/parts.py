@@ -24,17 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import (
-    Arrival,
-    Awaited,
-    Folding,
-    Gathers,
-    WholeExchange,
-    carrier_on,
-    cut,
-    exchange_on,
-    goes_through_host,
-)
+from .backends import carrier_on, exchange_on, goes_through_host
+from .exchange import Arrival, Awaited, Folding, Gathers, WholeExchange, cut
 from .messages import Inboxes, wait_for
 from .one_level import Plan
 from .ordered_sum import in_two_levels

@@ -261,7 +261,8 @@ def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
     request, directory = record.request, record.directory
     loggers: list[BackgroundLogger] = []
     if request.options.log_to:
-        from ddp_core.observe.loggers.logger import LoggedRun, loggable, start_loggers
+        from ddp_core.observe.loggers.logged import LoggedRun, loggable
+        from ddp_core.observe.loggers.logger import start_loggers
 
         settings = request.loaded.experiment.to_json()
         settings |= {"layout": request.layout.label, "reduction": request.options.reduction}

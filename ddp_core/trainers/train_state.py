@@ -1,29 +1,24 @@
-"""What a checkpoint holds, and when one is due: the state that a resumed run needs, and what saves it."""
+"""What a checkpoint holds: the state that a resumed run needs."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddp_core.base.errors import ExitCode, UserError, nearest_name
-from ddp_core.base.torch_internals import writes_to
+from ddp_core.base.errors import UserError, nearest_name
 from ddp_core.base.user_code import user_code
 from ddp_core.checkpoint import whole_tensors
 from ddp_core.checkpoint.queues import without_queues
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.optimizers import require_saveable
 from ddp_core.observe.callback import Callback
-from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.sharding import Ownership, OwnsAll
-from ddp_core.trainers.clock import StepClock
-from ddp_core.trainers.job import Job
 
 
 def score_of(evaluation: dict[str, Any], best: str | None) -> float:
@@ -215,137 +210,3 @@ class TrainState:
             own = self.ownership.own_weights(self.average.module)
             state.update({f"module.{name}": value for name, value in own.items()})
         return state
-
-
-class Saving(StepObserver):
-    """Saves checkpoints of the state: rank 0 writes them, and the other ranks only wait where that is asked for.
-
-    Where the state is sharded among ranks, each rank writes its part.
-    """
-
-    def __init__(self, job: Job, state: TrainState, clock: StepClock, steps_per_epoch: int) -> None:
-        self._job, self._state, self._clock, self._steps_per_epoch = job, state, clock, steps_per_epoch
-        self._every = job.options.checkpoint_every
-        self._counts: dict[str, int] = {}
-        """How many writes torch has counted for each parameter, as this step began."""
-        self._looks: bool | None = None
-        """Whether writes to parameters are looked for in this step; None before the first one."""
-        self._written: set[str] = set()
-        """The parameters that a step has written to before its update, such as a forward that clamps its weights."""
-        self._aside_step: int | None = None
-        """The step of the last checkpoint that is copied while training goes on."""
-        self.newest_step = 0
-        """The step of the newest checkpoint; 0 where there is none."""
-
-    @property
-    def newest(self) -> str:
-        """What a message says of the newest checkpoint."""
-        return (
-            f"the checkpoint of step {self.newest_step} is good" if self.newest_step else "nothing has been saved yet"
-        )
-
-    def before_step(self, batch: StepBatch) -> None:
-        # A thousand counters take a millisecond, so they are read around saves alone, and once before the first one.
-        step, saves = self._state.step, self._job.checkpointer is not None
-        self._looks = saves and (self._looks is None or self._aside_step == step or self.is_due(step + 1))
-        if self._looks:
-            self._counts = self._writes()
-
-    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
-        if self._job.checkpointer is not None:
-            if self._looks:
-                now = self._writes()
-                self._learn_written([name for name in now if now[name] != self._counts.get(name)])
-            self._job.checkpointer.before_update()
-
-    def after_step(self, batch: StepBatch) -> None:
-        if self._job.checkpointer is not None:
-            self._job.checkpointer.check()
-
-    def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step` steps: every `checkpoint_every` steps, else at each epoch's end.
-
-        Also where one is kept for an audit.
-        """
-        kept = self._job.kept_every
-        return step % (self._every or self._steps_per_epoch) == 0 or (kept is not None and step % kept == 0)
-
-    def _writes(self) -> dict[str, int]:
-        return {name: writes_to(parameter) for name, parameter in self._state.model.named_parameters()}
-
-    def _learn_written(self, names: list[str]) -> None:
-        """Let later saves copy these parameters at once; warns of one that was saved aside while they were written."""
-        if new := [name for name in names if name not in self._written]:
-            self._written.update(new)
-            if self._aside_step == self._state.step:
-                self._job.console.say(
-                    f"warning: step {self._state.step + 1} is the first in which forward or a callback writes to "
-                    f"{', '.join(new)}, so the checkpoint of step {self._state.step}, which was copied meanwhile, may "
-                    "hold what it wrote; later ones will not, and --synchronous-save copies each at once"
-                )
-
-    def _changing(self) -> list[Tensor]:
-        """What may change before the next update: buffers, and the parameters that steps write to."""
-        # What cuts parameters among ranks (DTensor) does not let a forward write to what it keeps.
-        written = (
-            parameter
-            for name, parameter in self._state.model.named_parameters()
-            if name in self._written and type(parameter.detach()) is Tensor
-        )
-        return [*self._state.model.buffers(), *written]
-
-    def wait(self) -> None:
-        """Return once the last checkpoint is written, on the ranks that write."""
-        if self._job.checkpointer is not None:
-            self._job.checkpointer.wait()
-
-    def save(self, best: bool = False, wait: bool = False) -> None:
-        """Save a checkpoint after the step just done; with `wait`, all ranks return once it is written.
-
-        Raises UserError (5), on every rank, where a weight is NaN or infinite: gradients can be so though no loss is.
-        Raises UserError (2) for an optimizer whose state no checkpoint can hold.
-        """
-        job, state, before = self._job, self._state, time.perf_counter()
-        with self._clock.aside("checkpoint"):
-            bad = first_not_finite(state.ownership.trained)
-            if not state.ownership.has_whole_weights:
-                # Each rank has looked at what it owns.
-                bad = next(filter(None, job.collectives.gather(bad)), None)
-            if bad:
-                raise UserError(
-                    f"parameter {bad} is not finite after step {state.step}, so this step is not saved, "
-                    f"{self.newest}: lower optimizer.lr, or set clip_norm",
-                    ExitCode.NUMERICS,
-                )
-            if job.checkpointer is not None:
-                try:
-                    job.checkpointer.save(
-                        state.state_dict(in_parts=job.layout.saves_in_parts),
-                        step=state.step,
-                        epoch=state.step // self._steps_per_epoch,
-                        metadata={"experiment_sha256": job.experiment.digest(), "layout": job.layout.label},
-                        metric=state.best if best else None,
-                        best=best,
-                        changing=self._changing(),
-                    )
-                except (TypeError, ValueError):
-                    state.require_saveable()
-                    raise
-                self._aside_step = state.step if job.checkpointer.asynchronous and not wait else None
-            if wait:
-                self.wait()
-                job.collectives.barrier()
-        self.newest_step = state.step
-        job.metrics.write("checkpoint", step=state.step, seconds=time.perf_counter() - before)
-
-
-def first_not_finite(trained: Mapping[str, Tensor]) -> str | None:
-    """The name of the first of these parameters with a NaN or infinite element; None where there is none.
-
-    Buffers and frozen parameters are not looked at: a mask holds -inf on purpose.
-    """
-    trained = {name: each for name, each in trained.items() if each.numel()}
-    # One norm of all, because the host then waits for the device once. It may overflow though no element is infinite.
-    if math.isfinite(nn.utils.get_total_norm(list(trained.values())).item()):
-        return None
-    return next((name for name, each in trained.items() if not each.isfinite().all()), None)

@@ -16,6 +16,7 @@ from ddp_core.base.seeds import EvaluationSeed, MicroBatchSeed, generators_kept
 from ddp_core.config.cut import BatchCut, MicroBatch
 from ddp_core.config.experiment import Optimizer
 from ddp_core.data.loader import Loader
+from ddp_core.data.splits import first_items
 from ddp_core.data.trees import Tree
 from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.stop import ASKED_ELSEWHERE, Stopped
@@ -37,6 +38,7 @@ from ddp_core.trainers.figures import Figures
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.noting import StepNotes, state_digests
 from ddp_core.trainers.passes import Passes, WeightUpdate, require_scalable
+from ddp_core.trainers.saving import Saving
 from ddp_core.trainers.step_losses import (
     BufferCopies,
     LossGate,
@@ -46,8 +48,7 @@ from ddp_core.trainers.step_losses import (
     steps_between_reading,
 )
 from ddp_core.trainers.torch_errors import note_samples
-from ddp_core.trainers.train_state import Saving, TrainState
-from ddp_core.trainers.trial import first_items
+from ddp_core.trainers.train_state import TrainState
 from ddp_core.trainers.witness import Witnessed
 
 if TYPE_CHECKING:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import generators_kept
 from ddp_core.config.experiment import Evaluation, called
-from ddp_core.data.splits import Dataset
+from ddp_core.data.splits import Dataset, first_items
 from ddp_core.data.trees import Collate, Tree
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
@@ -99,12 +98,6 @@ def try_metrics(
         warnings.simplefilter("ignore")  # of so few samples, many figures are not defined
         alone, tried = Collectives(World(), device), replace(metrics, are_tried=True)
         return evaluate(model, forward, None, few, Evaluation(samples_per_batch=2), alone, collate, tried)
-
-
-def first_items(dataset: Dataset, count: int) -> Dataset:
-    """The first items of a data set, at most so many."""
-    few: Subset[Any] = Subset(dataset, range(min(count, len(dataset))))  # type: ignore[arg-type]
-    return few
 
 
 @contextmanager

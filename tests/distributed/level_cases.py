@@ -107,7 +107,7 @@ def everything(rank: int, world_size: int, thorough: bool) -> dict[str, Any]:
                 with mock.patch("ddp_core.reduction.ordered_sum.exchange_among", in_batches):
                     wrong += wrong_sums(group, nodes, counts, f"{name}, in batches")
                 with (
-                    mock.patch("ddp_core.reduction.exchange._messages", through_host),
+                    mock.patch("ddp_core.reduction.backends._messages", through_host),
                     mock.patch("ddp_core.reduction.host_memory.is_elsewhere", return_value=True),
                 ):
                     wrong += wrong_sums(group, nodes, counts, f"{name}, through host memory")

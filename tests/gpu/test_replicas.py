@@ -22,8 +22,8 @@ from ddp_core.distributed.process_group import local_device, process_group
 from ddp_core.distributed.world import World
 from ddp_core.model.losses import cross_entropy
 from ddp_core.reduction import ExactReduction, OrderedSum
+from ddp_core.reduction.backends import exchange_on
 from ddp_core.reduction.communication import CommunicationThreads, in_one_phase
-from ddp_core.reduction.exchange import exchange_on
 from ddp_core.reduction.host_memory import ThroughHost
 from ddp_core.reduction.parts import PartsInOneLevel
 from ddp_core.trainers.keyed_random import KeyedRandom

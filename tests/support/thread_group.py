@@ -188,7 +188,7 @@ COLLECTIVES = SimpleNamespace(
 def use_threads(patch: pytest.MonkeyPatch, backend: str = "gloo") -> None:
     """From now on exchanges are those of this backend, and collective operations work on groups of threads."""
     patch.setattr(
-        "ddp_core.reduction.exchange._backend", lambda group, device: backend if group.size() and device.type else ""
+        "ddp_core.reduction.backends._backend", lambda group, device: backend if group.size() and device.type else ""
     )
     patch.setattr("ddp_core.reduction.collectives.dist", COLLECTIVES)
     patch.setattr("ddp_core.reduction.agreement.dist", SimpleNamespace(all_gather_object=_all_gather_object))

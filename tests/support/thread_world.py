@@ -52,7 +52,7 @@ def on_thread_world(world_size: int, function: Callable[[Any], Any]) -> list[Any
         # Gathers of parameters need no group of their own where all of a rank's collectives are called by its thread.
         patch.setattr("ddp_core.sharding.rows.own_group", lambda group, *_: group)
         patch.setattr("ddp_core.sharding.rows.gather_by_messages", lambda *_: None)
-        patch.setattr("ddp_core.reduction.exchange._backends", lambda _: {"cpu": "gloo"})
+        patch.setattr("ddp_core.reduction.backends._backends", lambda _: {"cpu": "gloo"})
         _set_thread_isolation_mode(True)
         ProcessLocalGroup.reset()
         try:

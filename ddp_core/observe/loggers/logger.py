@@ -1,4 +1,4 @@
-"""What a logger is, which ones `--log-to` can name, and the thread that each runs in.
+"""Which loggers `--log-to` can name, and the thread that each runs in.
 
 In a thread of its own, a slow, silent or broken logger costs the training one warning at most.
 """
@@ -8,53 +8,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Literal, Protocol
 
 from ddp_core.base.extras import require
-from ddp_core.config.records import dotted
-
-Setting = bool | str | float | int
-Ending = Literal["completed", "stopped", "failed"]
+from ddp_core.observe.loggers.logged import Ending, LoggedRun, Logger
 
 _WAITING_RECORDS = 10_000
 _PATIENCE = 30.0  # seconds
-
-
-@dataclass(frozen=True)
-class LoggedRun:
-    """What a logger knows of the run from the start."""
-
-    directory: Path
-    experiment: str
-    settings: Mapping[str, Setting]
-    """The experiment's settings under dotted names, the layout and the reduction."""
-    total_steps: int | None = None
-
-    @property
-    def name(self) -> str:
-        """The name of the run directory: no other run has it, and a resumed run keeps it."""
-        return self.directory.name
-
-
-class Logger(Protocol):
-    """Keeps the figures of one run. Made with a LoggedRun, once for each attempt of the run."""
-
-    def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """Keep the numbers of a record of metrics.jsonl. Steps after a `resume` record's step will be told again."""
-
-    def finish(self, figures: Mapping[str, float], weights_sha256: str) -> None:
-        """Keep the figures of the finished run and the digest of its weights."""
-
-    def close(self, ending: Ending) -> None:
-        """Write everything out; a stopped or failed run may be resumed by another attempt."""
-
-
-def loggable(settings: Mapping[str, Any]) -> dict[str, Setting]:
-    """Settings under dotted names, without lists and None, for which no logger has a place."""
-    return {name: value for name, value in dotted(settings).items() if isinstance(value, Setting)}
 
 
 def check_loggers(names: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from ddp_core.observe.loggers.logger import Ending, LoggedRun
+from ddp_core.observe.loggers.logged import Ending, LoggedRun
 
 _TAG = "ddp.run"
 _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}

@@ -14,7 +14,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, write_to_textfile
 
 from ddp_core.base.errors import UserError
-from ddp_core.observe.loggers.logger import Ending, LoggedRun
+from ddp_core.observe.loggers.logged import Ending, LoggedRun
 
 _VARIABLE = "DDP_PROMETHEUS_DIR"
 _STATES = ["running", "completed", "stopped", "failed"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from ddp_core.base.beneath import make_folder_beneath
-from ddp_core.observe.loggers.logger import Ending, LoggedRun
+from ddp_core.observe.loggers.logged import Ending, LoggedRun
 
 
 class RunLogger:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import wandb
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.observe.loggers.logger import Ending, LoggedRun
+from ddp_core.observe.loggers.logged import Ending, LoggedRun
 
 _EXIT_CODE = {"completed": ExitCode.DONE, "stopped": ExitCode.STOPPED, "failed": 1}
 

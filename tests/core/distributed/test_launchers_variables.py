@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_core.base.errors import UserError
-from ddp_core.cli.train import follow_launcher
+from ddp_core.cli.launched import follow_launcher
 from ddp_core.config.options import Asked, NodeRange
 from ddp_core.distributed.launchers import Node
 from ddp_core.distributed.world import World, free_port, node_here

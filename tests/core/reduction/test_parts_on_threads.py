@@ -34,7 +34,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     use_threads(monkeypatch, "nccl" if way == "batches" else "gloo")
     monkeypatch.setattr(PointToPoint, "one_round_bytes", 1 << 20 if way == "small" else -1)
     if way == "host memory":
-        monkeypatch.setattr("ddp_core.reduction.exchange._messages", through_host)
+        monkeypatch.setattr("ddp_core.reduction.backends._messages", through_host)
         monkeypatch.setattr("ddp_core.reduction.parts.goes_through_host", lambda *_: True)
         monkeypatch.setattr("ddp_core.reduction.host_memory.is_elsewhere", lambda tensor: tensor.dtype != torch.int)
     return way

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ddp_core.base.seeds import share_of
 from ddp_core.reduction import OrderedSum
+from ddp_core.reduction.backends import exchange_among, exchange_on
 from ddp_core.reduction.communication import in_one_phase
-from ddp_core.reduction.exchange import LINE_BYTES, cut, exchange_among, exchange_on
+from ddp_core.reduction.exchange import LINE_BYTES, cut
 from ddp_core.reduction.host_memory import ThroughHost, is_elsewhere
 from ddp_core.reduction.leaf_sum import LeafSum
 from ddp_core.reduction.messages import PointToPoint
@@ -41,7 +42,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(PointToPoint, "one_round_bytes", 1 << 20 if "pieces" in way else -1)
         monkeypatch.setattr("ddp_core.reduction.one_level._PIECE_ELEMENTS", 64)
     if "host" in way:
-        monkeypatch.setattr("ddp_core.reduction.exchange._messages", through_host)
+        monkeypatch.setattr("ddp_core.reduction.backends._messages", through_host)
     if "host memory" in way:
         monkeypatch.setattr("ddp_core.reduction.host_memory.is_elsewhere", lambda tensor: tensor.dtype != torch.int)
     return way
@@ -297,12 +298,12 @@ def test_tensors_on_the_host_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_backend_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddp_core.reduction import exchange
+    from ddp_core.reduction import backends
 
     monkeypatch.setattr("torch.distributed.get_backend_config", {"the group": "cpu:gloo,cuda:nccl"}.get)
     group: Any = "the group"
-    assert exchange._backend(group, CPU) == "gloo"
-    assert exchange._backend(group, torch.device("cuda")) == "nccl"
+    assert backends._backend(group, CPU) == "gloo"
+    assert backends._backend(group, torch.device("cuda")) == "nccl"
 
 
 def wait_for(collected: Any) -> None:

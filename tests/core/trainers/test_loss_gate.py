@@ -16,8 +16,9 @@ from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.sampler import GlobalOrder
+from ddp_core.trainers.saving import first_not_finite
 from ddp_core.trainers.step_losses import LossGate, steps_between_reading
-from ddp_core.trainers.train_state import TrainState, first_not_finite
+from ddp_core.trainers.train_state import TrainState
 from ddp_core.trainers.trainer import Trainer
 from tests.core.trainers.test_trainers import digests, experiment, finished, samples, trainer_of
 

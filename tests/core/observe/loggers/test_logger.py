@@ -12,7 +12,8 @@ from ddp_core.base import extras
 from ddp_core.base.errors import UserError
 from ddp_core.distributed.stop import Stopped
 from ddp_core.observe.loggers import logger as logger_module
-from ddp_core.observe.loggers.logger import BackgroundLogger, Ending, Logger, check_loggers, loggable
+from ddp_core.observe.loggers.logged import Ending, Logger, loggable
+from ddp_core.observe.loggers.logger import BackgroundLogger, check_loggers
 from ddp_core.observe.metrics import MetricsWriter, read_metrics
 from tests.support.processes import HANG
 

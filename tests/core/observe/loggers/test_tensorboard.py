@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from ddp_core.observe.loggers.logger import LoggedRun
+from ddp_core.observe.loggers.logged import LoggedRun
 from ddp_core.observe.loggers.tensorboard import RunLogger
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.directory import find_runs
