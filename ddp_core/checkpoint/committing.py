@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -44,7 +45,15 @@ class CheckpointFiles:
         self.root = fence.directory if isinstance(fence, Fence) and is_in_run else directory
         self._synced_before = synced_before
         self._keep_last, self._keep_every = keep_last, keep_every
+        self._held: int | None = None
+        self._holding = threading.Lock()
         self._fence, self._ranks, self._at = fence, ranks, at
+
+    def hold(self, step: int | None) -> bool:
+        """Remove the checkpoint of this step only after the next call; returns whether it is there."""
+        with self._holding:
+            self._held = step
+        return any(manifests.step_of_manifest(path.name) == step for path in self.directory.iterdir())
 
     def only_writer(self) -> AbstractContextManager[None]:
         """A block during which no other process may write; raises Superseded where this process may not."""
@@ -244,7 +253,9 @@ class CheckpointFiles:
         for step in sorted(found.keys() - keep):
             if any(step % each == 0 for each in self._keep_every):
                 continue
-            with self.only_writer():
+            with self._holding, self.only_writer():
+                if step == self._held:
+                    continue
                 remove_beneath(found[step], self.root)
                 self._at("old manifest removed")
                 for path in data.get(step, []):

@@ -161,6 +161,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if self._pending is not None and self._pending.done():
             self.wait()
 
+    def hold(self, step: int | None) -> bool:
+        """Let the checkpoint of this step stay until the next call, whatever is saved; returns whether it is there."""
+        return self._files.hold(step)
+
     def wait(self) -> None:
         """Return when nothing is being written any more; raise the error of an asynchronous save, if there was one."""
         if self._pending is not None:

@@ -223,6 +223,22 @@ def _steps(directory: Path) -> list[int]:
     return [checkpoint.step for checkpoint in find_checkpoints(directory)]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_held_checkpoint_stays_until_another_one_is_held(tmp_path: Path, asynchronous: bool) -> None:
+    with Checkpointer(tmp_path, keep_last=1, asynchronous=asynchronous) as checkpointer:
+        for step in (10, 20, 30, 40):
+            checkpointer.save(state_of(step, 10), step=step, epoch=0)
+            checkpointer.wait()
+            if step == 10:
+                assert checkpointer.hold(10)
+                assert not checkpointer.hold(5)
+                assert checkpointer.hold(10)
+            if step == 30:
+                assert _steps(tmp_path) == [30, 10]
+                checkpointer.hold(None)
+        assert _steps(tmp_path) == [40]
+
+
 def test_the_last_ones_the_best_one_and_every_nth_stay(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, keep_last=2, keep_every=40) as checkpointer:
         for step in range(10, 130, 10):
