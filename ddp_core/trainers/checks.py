@@ -10,18 +10,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ddp_core.base.digests import fast_digest, first_difference
 from ddp_core.base.errors import UserError
+from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.device_memory import DeviceMemory
+from ddp_core.trainers.job import Job
 from ddp_core.trainers.noting import group_numbers
+from ddp_core.trainers.saving import Saving
 from ddp_core.trainers.train_state import TrainState
-
-if TYPE_CHECKING:
-    from ddp_core.trainers.trainer import Trainer
 
 
 class Guard:
@@ -31,8 +31,8 @@ class Guard:
     Only a run with the exact reduction promises anything.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._job = trainer, trainer.job
+    def __init__(self, job: Job, state: TrainState, clock: StepClock, saving: Saving) -> None:
+        self._job, self._state, self._clock, self._saving = job, state, clock, saving
         self.mode = self._job.options.guard if self._job.options.reduction == "exact" else "off"
         self.is_broken = False
         """Whether a check has found something in a run that shall go on all the same; then nothing more is checked."""
@@ -49,7 +49,7 @@ class Guard:
 
     def begin(self) -> None:
         """Before the first step of a training."""
-        self._began_at = self._trainer.state.step
+        self._began_at = self._state.step
 
     @contextlib.contextmanager
     def check(self, kind: str, step: int) -> Iterator[None]:
@@ -59,7 +59,7 @@ class Guard:
         """
         began = time.perf_counter()
         try:
-            with self._trainer.clock.aside("other"):
+            with self._clock.aside("other"):
                 yield
         except UserError as error:
             if self._job.options.on_difference == "stop":
@@ -74,9 +74,9 @@ class Guard:
 
     def step_done(self) -> None:
         """At the end of a step, before it is saved."""
-        step = self._trainer.state.step
+        step = self._state.step
         if self.checks and self.compares_after(step):
-            if self._trainer.device.type == "cuda":
+            if self._job.device.type == "cuda":
                 with self.check("device memory", step):
                     if (warning := self._memory.require_enough(step)) is not None:
                         self._job.console.say(warning)
@@ -87,18 +87,18 @@ class Guard:
 
         After each epoch and before each save; also after 1, 2, 4, 8, … steps of this start, to see it soon.
         """
-        return (steps - self._began_at).bit_count() == 1 or self._trainer.is_save_due(steps)
+        return (steps - self._began_at).bit_count() == 1 or self._saving.may_save(steps)
 
     def require_same_state(self) -> None:
         """Compare what all ranks have alike; a collective. Raises UserError (2) for the first tensor that differs."""
-        state, collectives = self._trainer.state, self._job.collectives
+        state, collectives = self._state, self._job.collectives
         if not self.checks or collectives.world.world_size == 1:
             return
         with self.check("same state", state.step):
             if collectives.are_alike(fast_digest(replicated(state))):
                 return
             stops = self._job.options.on_difference == "stop"
-            kept = f"this step is not saved, {self._trainer.saving.newest}"
+            kept = f"this step is not saved, {self._saving.newest}"
             so = kept if stops else "the ranks train other models now"
             if found := first_difference(collectives.gather, replicated(state)):
                 raise other_state(found, state.step, so)

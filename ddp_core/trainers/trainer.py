@@ -111,14 +111,14 @@ class Trainer(ABC):
         is_watched = not job.options.cuda_graph and job.layout.shard != "parameters"
         overlaps = world.world_size > 1 and is_watched
         self.clock = StepClock(self.model if overlaps else None, job.device)
-        self.saving = Saving(job, self.state, self.clock, self.steps_per_epoch)
+        self.saving = Saving(job, self.state, self.clock, self.steps_per_epoch, self.total_steps)
         self.figures = Figures(job, self.state, self.clock, self.total_steps)
         takes_back = job.options.on_nan == "skip" or job.makes_room is not None
         self._copies = BufferCopies(self.model) if takes_back else None
         copies = [self._copies] if self._copies is not None else []
         self.callbacks = CallbackCalls(job, self.state)
         called = [self.callbacks] if self.callbacks.has_any else []
-        self.guard = Guard(self)
+        self.guard = Guard(job, self.state, self.clock, self.saving)
         self.witnessed = Witnessed(self)  # it asks the guard
         notes: list[StepNotes] = []
         if job.noted_in is not None:
@@ -317,11 +317,6 @@ class Trainer(ABC):
     def is_at_epoch_end(self) -> bool:
         """Whether an epoch has just ended; `max_steps` may cut the last epoch short."""
         return self.is_at_end or self.state.step % self.steps_per_epoch == 0
-
-    def is_save_due(self, step: int) -> bool:
-        """Whether a checkpoint may be saved after `step` steps."""
-        is_last = step == self.total_steps or self.state.ended_early is not None
-        return self.saving.is_due(step) or step % self.steps_per_epoch == 0 or is_last
 
     @property
     def is_digest_due(self) -> bool:

@@ -143,7 +143,7 @@ class Witnessed(StepObserver):
         """Whether no save is due any more but that of the end, and the run does not wait for its witnesses."""
         trainer, end = self._trainer, self._trainer.total_steps
         is_near = step + trainer.steps_per_epoch >= end
-        return is_near and not self._waits and not any(map(trainer.is_save_due, range(step + 1, end)))
+        return is_near and not self._waits and not any(map(trainer.saving.may_save, range(step + 1, end)))
 
     def _ask(self, at: int | None) -> bool:
         """Ask for a witness from this checkpoint, unless one is under way, was so last, or nobody could (rank 0)."""

@@ -50,12 +50,11 @@ class Run:
             layout=SimpleNamespace(saves_in_parts=False),
         )
         self.guard = SimpleNamespace(mode=mode, checks=True, check=self.check, figures={})
-        self.saving = SimpleNamespace(newest_step=0, wait=lambda: None)
+        self.saving = SimpleNamespace(newest_step=0, wait=lambda: None, may_save=lambda step: step % 5 == 0)
         self.state = SimpleNamespace(step=0)
         trainer: Any = SimpleNamespace(
             **{"job": job, "guard": self.guard, "device": torch.device("cpu"), "saving": self.saving},
             **{"state": self.state, "steps_per_epoch": 5, "total_steps": steps},
-            is_save_due=lambda step: step % 5 == 0,
         )
         self.witnessed = Witnessed(trainer)
 
