@@ -402,7 +402,7 @@ def doctor(
 ) -> int:
     """Say what is here: devices, versions, and what would run.
 
-    With EXPERIMENT, also an estimate of the memory that training it takes.
+    With EXPERIMENT, also the memory that training it needs at least.
     """
     _require_known(experiment)
     from ddp_core.cli.doctor import diagnose
