@@ -149,11 +149,12 @@ def _fully_sharded(found: Any) -> str:
 
 
 def _shard_memory(found: Any) -> str:
-    modes = dict.fromkeys(row["shard"] for row in found)
-    ratios = (f"{_listed(row['ratio'] for row in found if row['shard'] == mode)} with `{mode}`" for mode in modes)
-    missed = [f"`{row['shard']}` on {row['ranks']}" for row in found if not row["within"]]
-    verdict = f"missed by {', '.join(missed)} ranks" if missed else "met"
-    return f"measured {', '.join(ratios)} of predicted (goal: within 10 %, {verdict})"
+    ranks = dict.fromkeys(row["ranks"] for row in found)
+    rows = {
+        each: ", ".join(f"{row['measured_bytes'] / 1e6:.0f} `{row['shard']}`" for row in found if row["ranks"] == each)
+        for each in ranks
+    }
+    return "; ".join(f"MB of a rank of {each}: {text}" for each, text in rows.items())
 
 
 def _numerics(found: Any) -> str:

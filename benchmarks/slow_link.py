@@ -31,8 +31,7 @@ from ddp_lab.chaos.containers import BreakableContainers
 from ddp_lab.chaos.drill import parse
 from ddp_lab.chaos.watch import Progress, Words
 from ddp_lab.cluster.cluster import Spec
-from ddp_lab.projection.costs import Link, ring_seconds
-from ddp_lab.projection.step import step
+from ddp_lab.projection.formulas import Link, ring_seconds, step
 
 SIZES = (64, 1024, 1024, 10)
 LAYERS = list(pairwise(SIZES))
@@ -143,13 +142,13 @@ def _await_step(cluster: BreakableContainers, progress: Progress, words: Words, 
 
 def modelled(way: Way, unshaped: float, rate: int, nproc: int) -> float:
     """Seconds per 64 samples by the model of `ddp project`, from the step on the unshaped link."""
-    link = Link("shaped", 0.0, rate * 1e6 / 8 * PAYLOAD)
+    link = Link(0.0, rate * 1e6 / 8 * PAYLOAD)
     parts = way.samples / SAMPLES
 
     def all_reduce(size: float) -> float:
         return ring_seconds(size, 2 * nproc, nproc, link, link)
 
-    return step(unshaped * parts, way.gradient_bytes, all_reduce, 2 * nproc).seconds / parts
+    return step(unshaped * parts, way.gradient_bytes, all_reduce).seconds / parts
 
 
 def _named(rate: int) -> str:

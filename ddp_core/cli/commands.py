@@ -211,11 +211,11 @@ def compare(runs: tuple[Path, ...], output: str, checks: bool, as_json: bool) ->
 def watch(place: Path | None, output: str, once: bool, every: float) -> int:
     """Look at runs while they train.
 
-    Shows how far a run is and when it will end, its loss, how long each rank takes and which one the others wait for,
-    checkpoints and warnings. Without a name, all runs at work below --output. In a pipe it prints a line for each
+    Shows how far a run is and when it will end, its loss, how long each rank takes and when it was last heard of, the
+    last checkpoint and warnings. Without a name, all runs at work below --output. In a pipe it prints a line for each
     change. It ends with the run, and with its exit code; Ctrl-C leaves the run alone.
     """
-    from ddp_core.cli.watch.watch import watch_runs
+    from ddp_core.cli.watch import watch_runs
 
     return watch_runs(place or Path(output), once, every)
 
@@ -402,7 +402,7 @@ def doctor(
 ) -> int:
     """Say what is here: devices, versions, and what would run.
 
-    With EXPERIMENT, also an estimate of the memory that training it takes.
+    With EXPERIMENT, also the memory that training it needs at least.
     """
     _require_known(experiment)
     from ddp_core.cli.doctor import diagnose

@@ -244,7 +244,6 @@ def _facts_of(directory: RunDirectory, record: Mapping[str, Any], reference: flo
         "loss": result.get("test_loss", result.get("train_loss")),
         "peak_memory_bytes": result.get("peak_memory_bytes"),
         "step_memory_bytes": result.get("step_memory_bytes"),
-        "predicted_memory_bytes": result.get("predicted_memory_bytes"),
         "data_wait": result.get("data_wait"),
         "data": how_compared(record),
         "weights_sha256": record.get("weights_sha256"),
@@ -255,11 +254,8 @@ def _facts_of(directory: RunDirectory, record: Mapping[str, Any], reference: flo
 
 def _row(facts: dict[str, Any], own: Sequence[str], sharded: bool, in_part: bool, unfinished: bool) -> dict[str, str]:
     """The cells of a run by the names of their columns."""
-    predicted = facts["predicted_memory_bytes"]
     # The memory of the steps alone, without evaluations and saves.
-    in_steps = _number(facts["step_memory_bytes"], "{:.0f} MB", 1e-6) + _number(
-        predicted, " (predicted {:.0f})", 1e-6, ""
-    )
+    in_steps = _number(facts["step_memory_bytes"], "{:.0f} MB", 1e-6)
     return {
         "layout": facts["layout"] + (" (threads)" if facts["simulated"] else ""),
         "world": str(facts["world_size"]),

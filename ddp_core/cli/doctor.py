@@ -6,14 +6,10 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.world import World, node_here
-
-if TYPE_CHECKING:
-    from ddp_core.config.experiment import Experiment
-    from ddp_core.run.rank_memory import MemoryEstimate, Replica
 
 _RANKS = (2, 4, 8)
 """Numbers of ranks for which the memory of a rank is told."""
@@ -84,79 +80,54 @@ def _describe_machine(found: dict[str, Any]) -> None:
 
 
 def _memory(name: str, settings: Sequence[str], data_dir: Path) -> dict[str, Any]:
-    """The memory that one replica, and a rank of several, would take, and whether that fits the devices here.
-
-    It is told from one micro-batch that is trained and watched on CPU.
-    """
+    """What one replica, and a rank of several, needs at least, and whether that fits the devices here."""
     import psutil
     import torch
 
     from ddp_core.cli.devices import gpus_here
     from ddp_core.cli.prepare import load_with_settings
+    from ddp_core.config.layout import SHARD_MODES
     from ddp_core.experiment.request import build_parts
-    from ddp_core.run.memory import replica_of, samples_at_once, way_of
+    from ddp_core.run.memory import standing_memory
+    from ddp_core.sharding import Sharding
 
     loaded = load_with_settings(name, settings)
-    experiment = loaded.experiment
-    parts, samples = build_parts(loaded, data_dir), samples_at_once(experiment)
-    replica = replica_of(loaded, parts.model, parts.loss, parts.splits, samples)
-    estimate = replica.estimate(way_of(experiment))
+    experiment, model = loaded.experiment, build_parts(loaded, data_dir).model
+    parts = standing_memory(model, experiment, Sharding(), 1)
+    least = sum(parts.values())
     rooms = {"cpu": psutil.virtual_memory().available}
     rooms |= {f"cuda:{number}": torch.cuda.get_device_properties(number).total_memory for number in range(gpus_here())}
     return {
         "experiment": experiment.name,
-        "samples": samples,
-        "precision": experiment.precision,
-        "parts": dict(estimate.table()),
-        "peak": estimate.peak,
-        "gradient_buckets": estimate.gradients,
-        "ranks": _of_ranks(replica, experiment),
-        "devices": {
-            device: {"room": room, "verdict": _fits(estimate, samples, room)} for device, room in rooms.items()
+        "parts": parts,
+        "least": least,
+        "ranks": {
+            str(ranks): {
+                mode: sum(standing_memory(model, experiment, Sharding(mode), ranks).values())
+                for mode in ("none", *SHARD_MODES)
+            }
+            for ranks in _RANKS
         },
-    }
-
-
-def _of_ranks(replica: Replica, experiment: Experiment) -> dict[str, dict[str, int]]:
-    """The peak of a rank by the number of ranks and by what of it is sharded; nothing for a plain reduction."""
-    from ddp_core.config.layout import SHARD_MODES
-    from ddp_core.run.memory import way_of
-    from ddp_core.sharding import Sharding
-
-    return {
-        str(ranks): {
-            mode: replica.estimate(way_of(experiment, ranks, Sharding(mode)), bucketed=mode == "none").peak
-            for mode in ("none", *SHARD_MODES)
-        }
-        for ranks in _RANKS
-        if experiment.reduction == "exact" and ranks <= (experiment.micro_batches or 0)
+        "devices": {device: {"room": room, "verdict": _fits(least, room)} for device, room in rooms.items()},
     }
 
 
 def _describe_memory(memory: dict[str, Any]) -> None:
-    samples = memory["samples"]
-    print(f"memory  {memory['experiment']}, one replica, micro-batches of {samples} samples, float32 (estimated):")
-    if memory["precision"] in ("bf16", "fp16"):
-        print(f"  not counted: what {memory['precision']} saves of activations, and its copies of weights in 16 bits")
-    for part, size in [*memory["parts"].items(), ("peak", memory["peak"])]:
+    print(f"memory  {memory['experiment']}, one replica; activations, which `ddp rehearse` measures, come on top:")
+    for part, size in [*memory["parts"].items(), ("at least", memory["least"])]:
         print(f"  {part:16} {in_units(size)}")
-    print(f"  DistributedDataParallel keeps gradient buckets beside these: {in_units(memory['gradient_buckets'])}")
-    for count, peaks in memory["ranks"].items():
-        modes = ", ".join(f"{mode} {in_units(peak)}" for mode, peak in peaks.items())
+    for count, least in memory["ranks"].items():
+        modes = ", ".join(f"{mode} {in_units(size)}" for mode, size in least.items())
         print(f"  each of {count} ranks, by what is sharded: {modes}")
     for device, there in memory["devices"].items():
         print(f"  {device}: {there['verdict']}")
 
 
-def _fits(estimate: MemoryEstimate, samples: int, room: int) -> str:
-    """Whether a replica of this size fits a device with `room` bytes; if not, what to do."""
-    has = f"has {in_units(room)}"
-    if estimate.peak <= room:
-        return f"{has}: a replica fits, so data parallelism will do"
-    fixed = estimate.weights + estimate.optimizer_state + estimate.in_update
-    if fixed > room:
-        return f"{has}: not even the weights, gradients and optimizer state fit, which calls for model parallelism"
-    return f"{has}: micro-batches of {samples} do not fit; use smaller ones (--set micro_batch=N)"
+def _fits(least: int, room: int) -> str:
+    """Whether this much fits a device with `room` bytes; if not, what to do."""
+    if least <= room:
+        return f"has {in_units(room)}, of which a replica leaves {in_units(room - least)} for activations"
+    return f"has {in_units(room)}, in which a replica does not fit: cut it with --shard, or the model itself"
 
 
 def in_units(size: int) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ddp_core.base.errors import ExitCode
 from ddp_core.checkpoint import newest_valid
 from ddp_core.cli.doctor import in_units
@@ -17,7 +19,7 @@ from ddp_core.experiment.request import BuiltExperiment, Request, build_parts
 from ddp_core.record.continuing import find_resumable
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.forking import find_fork
-from ddp_core.run.memory import replica_of, samples_at_once, way_of
+from ddp_core.run.memory import require_room, standing_memory
 from ddp_core.sharding import Sharding
 
 _FILES = ("run.json", "metrics.jsonl", "log.txt", "source/", "heartbeats/", "checkpoints/", "model.safetensors")
@@ -28,6 +30,7 @@ def dry_run(request: Request) -> int:
     check_request(request, only_look=True)
     parts = build_parts(request.loaded, Path(request.options.data_dir))
     Sharding.of(request.layout).check_parts(parts.model, parts.optimizer)
+    require_room(parts.model, request.loaded.experiment, request.layout, torch.device(request.layout.device))
     if World.from_environment().is_first:
         lines = {
             "experiment": _experiment(request),
@@ -83,18 +86,11 @@ def _model(experiment: Experiment, parts: BuiltExperiment) -> str:
 
 
 def memory_of(request: Request, parts: BuiltExperiment) -> str:
-    """The estimated memory of a rank or replica, in words."""
-    experiment, layout = request.loaded.experiment, request.layout
-    samples, sharding = samples_at_once(experiment), Sharding.of(layout)
-    replica = replica_of(request.loaded, parts.model, parts.loss, parts.splits, samples)
-    estimate = replica.estimate(way_of(experiment, layout.shares, sharding))
-    has_buckets = layout.kind == "ddp" and not sharding.is_any
-    buckets = f", and {in_units(estimate.gradients)} of gradient buckets" if has_buckets else ""
-    holder = "rank" if sharding.is_any else "replica"
-    return (
-        f"{in_units(estimate.peak)} for each {holder}, in float32 with micro-batches of {samples} samples "
-        f"(estimated){buckets}"
-    )
+    """What each rank or replica needs at least, in words."""
+    layout = request.layout
+    needed = standing_memory(parts.model, request.loaded.experiment, Sharding.of(layout), layout.shares)
+    holder = "rank" if layout.kind == "ddp" else "replica"
+    return f"{in_units(sum(needed.values()))} for each {holder}: {', '.join(needed)}; activations come on top"
 
 
 def _rule(part: Optimizer | Schedule | Component) -> str:

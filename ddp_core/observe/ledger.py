@@ -8,9 +8,7 @@ that starts with the weights of step k cancels what earlier attempts did after s
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,11 @@ from typing import Any
 import numpy as np
 from typing_extensions import TypedDict
 
-from ddp_core.base.beneath import each_line, make_folder_beneath, open_file
+from ddp_core.base.beneath import each_line, make_folder_beneath
 from ddp_core.base.documents import BadDocument, Count, parse_document
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import LineFile
 from ddp_core.observe.step import StepBatch, StepObserver
-
-_END_BYTES = 4096
 
 
 class _Line(TypedDict, total=False):
@@ -116,20 +112,6 @@ def audit(directory: Path) -> str:
         f"ledger: {len(steps)} steps, {len(epochs)} epochs, {total} samples, each at most once per epoch, "
         "no step missing"
     )
-
-
-def ranks_in_a_step(directory: Path, attempt: int) -> dict[int, bool]:
-    """For each rank of an attempt, whether it has begun a step and not finished it; empty without a ledger.
-
-    A rank that waits for its data has not begun the step.
-    """
-    found: dict[int, bool] = {}
-    for path in sorted((directory / "ledger").glob(f"attempt-{attempt:04d}-rank-*.jsonl")):
-        with contextlib.suppress(OSError, ValueError), open_file(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
-            last = file.read().rstrip(b"\n").rpartition(b"\n")[2]
-            found[int(path.stem.rpartition("-")[2])] = not last.startswith((b'{"done"', b'{"from_step"'))
-    return found
 
 
 def _lines(path: Path) -> list[_Line]:

@@ -150,7 +150,6 @@ class RecordedResult(TypedDict):
     peak_memory_bytes: NotRequired[_Figure]
     device_free_bytes: NotRequired[_Figure]
     step_memory_bytes: NotRequired[_Figure]
-    predicted_memory_bytes: NotRequired[_Figure]
     cpu_utilisation: NotRequired[_Figure]
     gpu_utilisation: NotRequired[_Figure]
     other_cores_busy: NotRequired[_Figure]

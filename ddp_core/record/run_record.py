@@ -322,12 +322,6 @@ class RunRecord:
             job.console.warn(f"{broken}: these weights are not promised to come out again, on this layout or another")
         return result
 
-    def add_to_result(self, **figures: Any) -> None:
-        """Add figures to the result of the finished run (rank 0)."""
-        assert self.fence is not None
-        with self.fence.holding():
-            self.directory.update(result=self.directory.read()["result"] | figures)
-
 
 @dataclass
 class Changes:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -15,7 +15,6 @@ from ddp_core.base.determinism import has_tf32, use_chosen_threads
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import make_patient
-from ddp_core.base.seeds import generators_kept
 from ddp_core.base.silent_ends import no_silent_end
 from ddp_core.base.user_code import no_way_out
 from ddp_core.checkpoint import Checkpointer, Fence, Ranks, sweep
@@ -33,7 +32,7 @@ from ddp_core.record.directory import RunDirectory
 from ddp_core.record.run_record import Origin, RunRecord
 from ddp_core.run.beginning import Kept, begun
 from ddp_core.run.live import LiveRecovery, require_told_once
-from ddp_core.run.memory import predict
+from ddp_core.run.memory import require_room
 from ddp_core.run.repeater import OverSocket
 from ddp_core.run.resuming import (
     by_rank_0,
@@ -150,6 +149,8 @@ def _train(
             begun(request, world, kept, None if live is None else live.is_left_behind)
         )
         samples = parts.splits.trained
+        if kept.run is None:
+            require_room(parts.model, request.loaded.experiment, request.layout, collectives.device)
         if live is not None:
             require_told_once(parts.callbacks, parts.observers)
         # Until here a request to stop ends the process: there is nothing to save, and no trace of the run.
@@ -236,22 +237,7 @@ def _train(
                         check_loss(trainer)
                 record.usage.start()
                 trainer.train(saved_step)
-            result = record.finish(trainer, heartbeat.speed())
-            if result is not None:
-                _add_prediction(request, record, job, result)
-
-
-def _add_prediction(request: Request, record: RunRecord, job: Job, result: Mapping[str, Any]) -> None:
-    """Add the predicted memory to the result, beside the measured one.
-
-    The prediction builds a replica and watches a step of it. It comes last: the peak has been measured by then, and the
-    run is complete even where the prediction fails.
-    """
-    with suppress(Exception), generators_kept(job.device):
-        found = predict(request, job.loss, job.splits, job.device)
-        if found is not None:
-            predicted = result["memory_at_start_bytes"] - found.weights + found.peak
-            record.add_to_result(predicted_memory_bytes=predicted)
+            record.finish(trainer, heartbeat.speed())
 
 
 def _metrics(record: RunRecord, console: Console) -> MetricsWriter:

@@ -27,9 +27,9 @@ from ddp_core.base.errors import UserError
 from ddp_core.config.experiment import Optimizer
 from ddp_core.model.builders import resnet18
 from ddp_core.model.losses import cross_entropy
-from ddp_core.run.memory import LIBRARIES, estimate_memory
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
+from ddp_lab.claims.measuring.memory_estimate import LIBRARIES, estimate_memory
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
 from ddp_lab.claims.measuring.training import train
 from ddp_lab.records import Axis, Figure, Line, Part, Series

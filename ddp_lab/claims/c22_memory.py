@@ -5,10 +5,10 @@ only the batch is divided. Model parallelism cuts the model, so that each device
 leaves out what lies between: sharded data parallelism (ZeRO, FSDP) cuts weights, gradients and optimizer state, too,
 and gathers the weights of a layer only while it computes; it is not measured here.
 
-Whether a replica fits can be told beforehand (`ddp_core.run.memory`; `ddp doctor EXPERIMENT` prints it). Here that
-estimate is compared with the peak of CUDA's allocator or, on CPU, with the growth of a fresh process. The error is what
-the estimate leaves out: workspaces of libraries, and fragmentation. Then the sentence itself is tried, on CPU: a device
-is a process whose memory the kernel limits, and a model that fits it, or does not, is trained in each way.
+Whether a replica fits can be told beforehand, from one watched micro-batch (`memory_estimate`). Here that estimate is
+compared with the peak of CUDA's allocator or, on CPU, with the growth of a fresh process. The error is what the
+estimate leaves out: workspaces of libraries, and fragmentation. Then the sentence itself is tried, on CPU: a device is
+a process whose memory the kernel limits, and a model that fits it, or does not, is trained in each way.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ddp_core.config.experiment import Optimizer
 from ddp_core.model.builders import resnet18, small_cnn
 from ddp_core.model.losses import cross_entropy
 from ddp_core.model.optimizers import build_optimizer
-from ddp_core.run.memory import estimate_memory
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.memory_budget import M_MMAP_THRESHOLD, train_within
+from ddp_lab.claims.measuring.memory_estimate import estimate_memory
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.records import Axis, Figure, Line, Part, Series
 

@@ -1,9 +1,6 @@
-"""Scaling out on paper: what this machine's collectives cost, and what a step would cost on thousands of GPUs.
+"""`ddp project`: what a step would take on more GPUs, by formula, from a step measured on one and a link's two numbers.
 
-`ddp project` fits a latency-bandwidth model to collectives measured here, checks it on sizes and process counts that
-the fit has not seen, and projects step time and efficiency for given GPUs and links. `costs` has the formulas, `nccl`
-what NCCL expects and picks; `fit`, `measure`, `counting` and `nodes` are the part that is checked here; `hardware` and
-`published` hold every constant with its source; `step` models the overlap of communication with backward.
+Nothing here has been held against a run on several GPUs. `formulas` has the arithmetic, `command` the command.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Project a training step onto more GPUs than there are here."""
+    """Compute a training step on more GPUs than there are here."""
     from ddp_lab.projection.command import main as command
 
     return command(arguments)

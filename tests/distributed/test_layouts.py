@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from ddp_core.config.layout import SHARD_MODES
-from ddp_core.run.memory import LIBRARIES
 from tests.support.commands import forked, train, trained, wait_until
 from tests.support.layout_cases import ADAMW_MLP, EXACT, digests, ids_by_step
 from tests.support.processes import HANG, free_port
@@ -147,15 +146,11 @@ def test_the_record_names_the_layout(toy_runs: dict[str, Path]) -> None:
     }
 
 
-def test_the_record_has_the_memory_that_was_foreseen(toy_runs: dict[str, Path]) -> None:
+def test_the_record_has_the_memory_that_was_measured(toy_runs: dict[str, Path]) -> None:
     for name, output in toy_runs.items():
         result = trained(output)[1]["result"]
         measured = [result[f"{what}_bytes"] for what in ("memory_at_start", "step_memory", "peak_memory")]
         assert measured == sorted(measured), name
-        # Replicas of dp share one process, of which nothing is foretold.
-        assert ("predicted_memory_bytes" in result) == (name != "dp x 2")
-        if name != "dp x 2":
-            assert result["predicted_memory_bytes"] == pytest.approx(measured[0] + LIBRARIES, rel=0.01), "a tiny model"
 
 
 DDP_OPTIONS = {

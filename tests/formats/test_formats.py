@@ -28,7 +28,6 @@ from ddp_core.record.bundles import unpack_bundle
 from ddp_core.record.data import recorded_digest
 from ddp_core.record.lock import is_held
 from ddp_lab.diagnose.command import FORMAT as DIAGNOSIS_FORMAT
-from ddp_lab.projection.command import FORMAT as PROJECTION_FORMAT
 from ddp_lab.report.reading.claims import read_findings
 from ddp_lab.report.reading.runs import read_runs
 from tests.formats.make import FOLDER, FORMATS, TOLD
@@ -59,7 +58,7 @@ def test_every_format_of_today_has_its_files() -> None:
 def test_every_format_that_is_named_in_the_code_is_one_of_these() -> None:
     code = [file.read_text() for room in ("ddp_core", "ddp_lab", "benchmarks") for file in (ROOT / room).rglob("*.py")]
     named = {form for text in code for form in re.findall(r'= "(ddp-[a-z]+/\d+)"', text)}
-    only_written = {AUDIT_FORMAT, DIAGNOSIS_FORMAT, PROJECTION_FORMAT}
+    only_written = {AUDIT_FORMAT, DIAGNOSIS_FORMAT}
     assert named == {*FORMATS.values(), *only_written}, "what is read back belongs into tests/formats/make.py"
 
 

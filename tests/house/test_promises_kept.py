@@ -38,7 +38,6 @@ NO_PROMISE = {
     "any batch size": "what batch_invariant_ops says of itself",
     "a referee who finds the first step at which two parties differ": "what Verde says of itself",
     "must never be used on one": "what PyTorch says of its files",
-    "74 times as fast on 448 times as many GPUs": "two quotients of figures that stand beside them",
     "No member is left, on any node": "when all start again",
     "that the list does not count any more": "a note of one launcher to the others",
 }

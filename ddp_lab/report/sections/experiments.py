@@ -38,11 +38,7 @@ class FamilySection:
     """The command that adds another layout, for an experiment that was run in one way only; else empty."""
 
 
-_STEP_MEMORY = (
-    Column("in steps (MB)", True, "of that, before anything was evaluated or saved"),
-    Column("predicted (MB)", True, "what the steps were to need, counted from one micro-batch of a replica"),
-)
-_STEP_FIGURES = ("step_memory_bytes", "predicted_memory_bytes")
+_STEP_MEMORY = Column("in steps (MB)", True, "of that, before anything was evaluated or saved")
 
 
 def family_section(family: Family, style: Mapping[str, int]) -> FamilySection:
@@ -83,8 +79,8 @@ def _other_layout(run: Run) -> str:
 
 def comparison_table(family: Family) -> Table:
     """Return the layouts in figures, one row per group of runs."""
-    gpu, predicted = (
-        any(group.spread(name) for group in family.groups) for name in ("gpu_utilisation", "predicted_memory_bytes")
+    gpu, in_steps = (
+        any(group.spread(name) for group in family.groups) for name in ("gpu_utilisation", "step_memory_bytes")
     )
     own = own_figures(run.record["result"] for group in family.groups for run in group.completed)[:MOST]
     columns = [
@@ -98,15 +94,15 @@ def comparison_table(family: Family) -> Table:
         *(Column(in_words(name), True, "over the samples that were held out") for name in own),
         Column("loss", True, "test loss, or training loss where nothing was held out"),
         Column("memory (MB)", True, "of the process or device that needed most"),
-        *(_STEP_MEMORY if predicted else []),
+        *([_STEP_MEMORY] if in_steps else []),
         Column("cores", True, "kept busy by each process"),
         *([Column("GPU busy", True, "share of the time in which kernels ran")] if gpu else []),
         Column("data wait", True),
     ]
-    return Table(columns, [_comparison_row(family, group, own, gpu, predicted) for group in family.groups])
+    return Table(columns, [_comparison_row(family, group, own, gpu, in_steps) for group in family.groups])
 
 
-def _comparison_row(family: Family, group: Group, own: Sequence[str], gpu: bool, predicted: bool) -> list[Cell]:
+def _comparison_row(family: Family, group: Group, own: Sequence[str], gpu: bool, in_steps: bool) -> list[Cell]:
     gain = family.speed_up(group)
     efficiency = gain.over(group.shares) if gain else None
     loss = group.spread("test_loss") or group.spread("train_loss")
@@ -122,7 +118,7 @@ def _comparison_row(family: Family, group: Group, own: Sequence[str], gpu: bool,
         *(own_cell(name, group.spread(name)) for name in own),
         _spread_cell(loss, alone=4),
         _spread_cell(group.spread("peak_memory_bytes"), 1e-6, alone=3),
-        *(_spread_cell(group.spread(name), 1e-6, alone=3) for name in _STEP_FIGURES if predicted),
+        *([_spread_cell(group.spread("step_memory_bytes"), 1e-6, alone=3)] if in_steps else []),
         _spread_cell(group.spread("cpu_utilisation")),
         *([_spread_cell(group.spread("gpu_utilisation"), 100, " %")] if gpu else []),
         _spread_cell(group.spread("data_wait"), 100, " %"),

@@ -31,7 +31,6 @@ def record(layout: Layout = SINGLE, speed: float = 1000.0, weights: str = "a" * 
         "samples_per_second": speed,
         "peak_memory_bytes": 300_000_000,
         "step_memory_bytes": 250_000_000,
-        "predicted_memory_bytes": 240_000_000,
         "data_wait": 0.031,
         "steps": 8,
     }
@@ -104,13 +103,13 @@ def test_the_experiments_own_figures_have_columns(tmp_path: Path) -> None:
     assert without[0][4:6] == ["speed-up", "loss"]
 
 
-def test_the_memory_of_steps_stands_beside_what_was_foreseen_where_a_run_is_sharded(tmp_path: Path) -> None:
+def test_the_memory_is_that_of_steps_where_a_run_is_sharded(tmp_path: Path) -> None:
     unknown = {"step_memory_bytes": 250_000_000}
     header, _, single, ddp, *_ = rows(
         tmp_path, record(result=unknown), record(Layout(kind="ddp", nproc_per_node=2, shard="optimizer"))
     )
     assert header[7:9] == ["memory", "in steps"]
-    assert (single[8], ddp[8]) == ("250 MB", "250 MB (predicted 240)")
+    assert (single[8], ddp[8]) == ("250 MB", "250 MB")
 
 
 def test_without_a_single_run_there_is_no_speed_up(tmp_path: Path) -> None:
@@ -271,7 +270,6 @@ def test_the_same_facts_for_programs(tmp_path: Path, capsys: pytest.CaptureFixtu
         "loss": 0.04321,
         "peak_memory_bytes": 300_000_000,
         "step_memory_bytes": 250_000_000,
-        "predicted_memory_bytes": 240_000_000,
         "data_wait": 0.031,
         "data": None,
         "weights_sha256": "a" * 64,

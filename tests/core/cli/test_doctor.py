@@ -12,15 +12,15 @@ from tests.support.commands import ROOT
 
 
 def test_what_is_here_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "toy_mlp", "--set", "micro_batch=8", "--json"]) == 0
+    assert main(["doctor", "toy_mlp", "--json"]) == 0
     output, errors = capsys.readouterr()
     found = json.loads(output)
     assert errors == ""
     assert "ddp train digits --device cpu" in found["runs_here"]
     assert found["packages"]["torch"]
     memory = found["memory"]
-    assert (memory["experiment"], memory["samples"]) == ("toy_mlp", 8)
-    assert memory["peak"] > memory["parts"]["weights"] == 61 * 4
+    assert memory["experiment"] == "toy_mlp"
+    assert memory["least"] >= 2 * memory["parts"]["weights"] == 2 * 61 * 4
     assert memory["devices"]["cpu"]["room"] > 0
     page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
     assert {*found, *memory} - set(re.findall(r"`(\w+)`", page)) == set(), "documented"

@@ -29,7 +29,7 @@ def test_it_says_what_would_run_and_writes_nothing(tmp_path: Path, capsys: pytes
     assert found["steps"] == "6 in all, 2 per epoch, 3 epochs"
     assert "toy_data: 32 samples to train" in found["data"]
     assert "61 parameters" in found["model"]
-    assert "KiB for each replica" in found["memory"]
+    assert "KiB for each rank: weights, gradients, optimizer state" in found["memory"]
     assert found["optimizer"].startswith("sgd, lr 0.25")
     assert found["schedule"] == "constant"
     assert found["starts"] == "at step 0, as a new run"

@@ -66,7 +66,7 @@ def test_a_run_that_works_may_be_submitted_and_is_told_of(tmp_path: Path) -> Non
     assert lines["whole"].startswith("run  8000 steps, 8 per epoch")
     assert lines["time"].startswith("about ")
     assert "checkpoints of" in lines["disk"]
-    assert "estimated" in lines["memory"]
+    assert "activations come on top" in lines["memory"]
     assert "measured" in lines["memory"]
     assert lines["warnings"] == "1"
     assert "--max-seconds 0.5 will stop it" in ended.output

@@ -170,16 +170,16 @@ def test_speed_up_is_against_the_single_runs_median(tmp_path: Path) -> None:
     assert table.rows[2][2].text == "0 of 1"
 
 
-def test_the_memory_of_steps_stands_beside_what_was_foreseen(tmp_path: Path) -> None:
+def test_the_memory_of_steps_stands_beside_that_of_the_whole(tmp_path: Path) -> None:
     write_run(tmp_path, single())
-    memory = {"step_memory_bytes": 250e6, "predicted_memory_bytes": 240e6}
+    memory = {"step_memory_bytes": 250e6}
     write_run(tmp_path / "more", ddp(2), result=memory)
     older, newer = (
         comparison_table(find_families(read_runs(place).runs)[0]) for place in (tmp_path / "digits", tmp_path / "more")
     )
-    assert "predicted (MB)" not in [column.title for column in older.columns]
+    assert "in steps (MB)" not in [column.title for column in older.columns]
     row = {column.title: cell.line for column, cell in zip(newer.columns, newer.rows[0], strict=True)}
-    assert (row["memory (MB)"], row["in steps (MB)"], row["predicted (MB)"]) == ("300", "250", "240")
+    assert (row["memory (MB)"], row["in steps (MB)"]) == ("300", "250")
 
 
 def test_without_a_split_the_wait_for_data_is_told_from_the_rest(tmp_path: Path) -> None:
