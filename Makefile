@@ -20,9 +20,8 @@ CASES ?= 500
 WORKERS ?= 1
 # Further options of `ddp train`, such as OPTIONS="--set epochs=2".
 OPTIONS ?=
-# `make portable-digests CONFIRM=1 RULES=1`
+# `make portable-digests CONFIRM=1`
 CONFIRM ?=
-RULES ?=
 # `make portable-runs ON="here Haswell"`
 ON ?=
 # `make which-tests FILE=ddp_core/reduction/tree.py ALL=1`
@@ -101,7 +100,7 @@ test-pythons: setup ## The fast tests on the other Pythons, 3.11 to 3.13, that a
 	  $(NO_GPU) .venv-$$version/bin/python -m pytest @tests/fast.args || exit 1; done
 
 test-extras: setup ## The tests that need other people's packages (peers, foreign, loggers, …), installed into .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,schemas,recording,packaging,workflows,site,pyright,uv]' -e packages/lab
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,pages,schemas,recording,packaging,workflows,site,pyright,uv]' -e packages/lab
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
 
 test-streams: setup .venv-streams/.installed ## The tests that need MosaicML's streaming or LitData, which want older packages than the rest
@@ -195,10 +194,10 @@ build/site/runs/.trained: $(shell find ddp_core experiments -name '*.py') | setu
 	  --device cpu --output $(@D) || exit $$?; done; done
 	touch $@
 
-portable-digests: setup ## Make docs/reference/portable-digests-2.json anew (RULES=1: portable-digests.json); CONFIRM=1 asks emulated CPUs, too (Debian: qemu-user)
-	$(NO_GPU) $(BIN)/python -m tools.portable_digests $(if $(CONFIRM),--confirm) $(if $(RULES),--rules $(RULES))
+portable-digests: setup ## Make docs/reference/portable-digests-2.json anew; CONFIRM=1 asks emulated CPUs, too (Debian: qemu-user)
+	$(NO_GPU) $(BIN)/python -m tools.portable_digests $(if $(CONFIRM),--confirm)
 
-portable-runs: setup ## Train cut experiments under portable-2 and record their weights: ON="here Haswell Skylake-Client-v4 EPYC-Rome-v2" WORKERS=2 (Debian: qemu-user)
+portable-runs: setup ## Train cut experiments under portable numerics and record their weights: ON="here Haswell Skylake-Client-v4 EPYC-Rome-v2" WORKERS=2 (Debian: qemu-user)
 	@$(NO_GPU) $(BIN)/python -m tools.portable_runs $(if $(ON),--on $(ON)) --workers $(WORKERS); code=$$?; \
 	$(BIN)/python -m tools.machines_seen && exit $$code
 

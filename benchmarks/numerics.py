@@ -1,8 +1,8 @@
 """What portable numerics cost: shipped experiments and single operations, native against portable, in one thread.
 
-    python -m benchmarks.numerics [--rounds 3] [--ways native portable-1 portable-2] [--quick] [--json PATH]
+    python -m benchmarks.numerics [--rounds 3] [--ways native portable] [--quick] [--json PATH]
 
-Three rounds of native numerics and version 2 of the rules take a quarter of an hour on two quiet cores.
+Three rounds of native and portable numerics take a quarter of an hour on two quiet cores.
 
 Each round trains every experiment for a few steps with every kind of numerics, in processes of their own that take
 turns, and times single operations. Start-up does not count, nor do evaluations. Ratios are of speeds, to native, as
@@ -26,16 +26,15 @@ from typing import Any
 
 from benchmarks.turns import rotated
 from ddp_core.config.records import Numerics
-from ddp_core.numerics.limits import LIMITS, rules_of
+from ddp_core.numerics.limits import LIMITS
 
 HELD = "native, held to AVX2"
 WAYS: dict[str, Numerics] = {
     "native": "native",
     HELD: "native",
-    "portable-1": "portable-1",
-    "portable-2": "portable-2",
+    "portable": "portable",
 }
-RECORDED = ("native", "portable-2")
+RECORDED = ("native", "portable")
 """What the recorded table compares."""
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 """Torch's libraries without AVX-512, and as fast as they are then."""
@@ -73,9 +72,9 @@ OPERATIONS = {
 TIMING = """
 import time, torch
 torch.set_num_threads(1)
-if {rules}:
+if {is_portable}:
     from ddp_core.numerics.kernels import portable_kernels
-    block = portable_kernels({rules})
+    block = portable_kernels()
     block.__enter__()
 inputs, best = ({inputs}), float("inf")
 for _ in range(12):
@@ -101,9 +100,9 @@ def train(name: str, way: str) -> float:
 def compute(operation: str, way: str) -> float:
     """10^9 operations with numbers per second, of the fastest of twelve calls."""
     inputs, function, work = OPERATIONS[operation]
-    rules = rules_of(WAYS[way])
-    script = TIMING.format(inputs=inputs, function=function, work=work, rules=rules)
-    return float(_run([sys.executable, "-c", script], dict(LIMITS) if rules else AVX2 if way == HELD else {}))
+    is_portable = WAYS[way] == "portable"
+    script = TIMING.format(inputs=inputs, function=function, work=work, is_portable=is_portable)
+    return float(_run([sys.executable, "-c", script], dict(LIMITS) if is_portable else AVX2 if way == HELD else {}))
 
 
 def _run(words: list[str], variables: Mapping[str, str]) -> str:

@@ -1,6 +1,6 @@
 """Which published digests an emulated CPU reproduces: `make portable-digests CONFIRM=1` asks for each CPU.
 
-    python -m tools.confirmation RULES CPU PART PARTS
+    python -m tools.confirmation CPU PART PARTS
 
 runs the probe on an emulated CPU for one part of the table, every PARTS-th name from the PART-th on, and prints a JSON
 object: how many digests were `reproduced`, and the `different` ones.
@@ -36,8 +36,8 @@ Confirmation = Mapping[str, Any]
 @said_by("confirmation")
 def main() -> int:
     """Probe one part, and print what came out."""
-    rules, cpu, part, parts = sys.argv[1:]
-    table = part_of(without_faults(published(rules=int(rules))), int(part), int(parts))
+    cpu, part, parts = sys.argv[1:]
+    table = part_of(without_faults(published()), int(part), int(parts))
     verdict = judge(table, *measured(table, python_on(cpu), limit=_PATIENCE))
     different = {each.name: each.describe() for each in verdict.differences}
     print(json.dumps({"reproduced": verdict.count - len(different), "different": different}))
@@ -70,7 +70,7 @@ def confirm(table: Published, keep: Callable[[Published], None]) -> None:
     if known:
         print(f"portable-digests: {', '.join(known)}: confirmed already with this code", flush=True)
     asked = [pair for pair in product(CPUS, range(PARTS)) if pair[0] not in known]
-    commands = {(cpu, part): _command(table.rules, cpu, part) for cpu, part in asked}
+    commands = {(cpu, part): _command(cpu, part) for cpu, part in asked}
     found: dict[str, list[Confirmation]] = {}
     with ended(commands, PARTS, _PATIENCE) as results:
         for (cpu, _), how in results:
@@ -92,8 +92,8 @@ def confirm(table: Published, keep: Callable[[Published], None]) -> None:
             keep(replace(table, confirmed_by=tuple(known[each] for each in CPUS if each in known)))
 
 
-def _command(rules: int, cpu: str, part: int) -> list[str]:
-    return [sys.executable, "-m", "tools.confirmation", *map(str, (rules, cpu, part, PARTS))]
+def _command(cpu: str, part: int) -> list[str]:
+    return [sys.executable, "-m", "tools.confirmation", *map(str, (cpu, part, PARTS))]
 
 
 def _together(parts: Sequence[Confirmation]) -> Confirmation:

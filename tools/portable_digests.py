@@ -25,7 +25,7 @@ from ddp_core.numerics.limits import RULES
 from ddp_core.record.directory import find_runs
 from ddp_lab.probe.command import measured
 from ddp_lab.probe.operations import all_operations
-from ddp_lab.probe.published import NAMES, Published, Steps, published, release
+from ddp_lab.probe.published import NAME, Published, Steps, published, release
 from tools.confirmation import confirm
 
 ROOT = Path(__file__).parents[1]
@@ -48,24 +48,23 @@ def main() -> int:
     """Write the table. Raises UserError where a whole run or an operation fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--confirm", action="store_true", help="Also run the probe on emulated CPUs (minutes).")
-    parser.add_argument("--rules", type=int, choices=sorted(NAMES), default=RULES, help="The version of the rules.")
     options = parser.parse_args()
-    file = ROOT / "docs" / "reference" / NAMES[options.rules]
-    table = _made(options.rules, published(file) if file.exists() else None)
+    file = ROOT / "docs" / "reference" / NAME
+    table = _made(published(file) if file.exists() else None)
     _write(table, file)
     if options.confirm:
         confirm(table, lambda confirmed: _write(confirmed, file))
     return ExitCode.DONE
 
 
-def _made(rules: int, before: Published | None) -> Published:
+def _made(before: Published | None) -> Published:
     """The table as this machine computes it; dates and confirmations are those `before` where no digest has changed."""
     blank = Published(
-        rules=rules,
+        rules=RULES,
         torch="",
         numpy="",
         made_on={"cpu": cpu_model(), "date": _today()},
-        operations=dict.fromkeys(all_operations(rules), ""),
+        operations=dict.fromkeys(all_operations(), ""),
         training_steps={name: Steps(settings, "") for name, settings in STEPS.items()},
         runs={},
     )
@@ -80,7 +79,7 @@ def _made(rules: int, before: Published | None) -> Published:
         numpy=versions["numpy"],
         operations={name: digests["operations", name] for name in blank.operations},
         training_steps={name: Steps(settings, digests["training_steps", name]) for name, settings in STEPS.items()},
-        runs={name: _whole_run(name, rules) for name in _portable_experiments()},
+        runs={name: _whole_run(name) for name in _portable_experiments()},
     )
     if before is None:
         return table
@@ -110,10 +109,10 @@ def _portable_experiments() -> list[str]:
     return [name for name in names if load_experiment(str(INSTALLED / f"{name}.py")).experiment.numerics == "portable"]
 
 
-def _whole_run(name: str, rules: int) -> str:
+def _whole_run(name: str) -> str:
     """The digest of the weights after a whole run under portable numerics."""
     with tempfile.TemporaryDirectory(prefix="ddp-portable-") as scratch:
-        words = ["train", name, "--device", "cpu", "--numerics", f"portable-{rules}", "--output", scratch]
+        words = ["train", name, "--device", "cpu", "--numerics", "portable", "--output", scratch]
         done = subprocess.run(
             [sys.executable, "-m", "ddp_core", *words], cwd=ROOT, capture_output=True, text=True, check=False
         )

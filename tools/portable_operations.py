@@ -34,9 +34,6 @@ FOREIGN = _REFERENCE / "foreign-operations.json"
 """What each of other people's models calls; its fields are `operations`, or `trouble`."""
 
 _SHOWN = 4
-RULES = 2
-"""The newest: its table has the operations of the older ones, too."""
-
 _WHY_PROVED = (
     "the [published digests](portable-numerics.md) are made of them, and other CPUs, emulated ones among them, have "
     "confirmed these. Another shape or dtype may take other code"
@@ -53,12 +50,12 @@ def main() -> int:
         os.execve(sys.executable, words, {**os.environ, **LIMITS, "KINETO_LOG_LEVEL": "99"})
     choose_kernels()
     names: set[str] = set()
-    operations = all_operations(RULES)
-    with portable_kernels(RULES):
+    operations = all_operations()
+    with portable_kernels():
         for operation in operations.values():
             with _traced(names):
                 operation()
-        for name, steps in published(rules=RULES).training_steps.items():
+        for name, steps in published().training_steps.items():
             with _traced(names):
                 trained(INSTALLED / f"{name}.py", steps.settings)
     PROVED.write_text("".join(f"{name}\n" for name in sorted(names - REFUSED.keys())), encoding="utf-8")
@@ -143,7 +140,7 @@ def _of_others() -> str:
     others = "\n".join(f"- {model}: {found['trouble']}" for model, found in kept.items() if "trouble" in found)
     counts = ", ".join(f"{len(names)} {status}" for status, names in by_status.items())
     return f"""What one step of each model of [other people's code](other-peoples-code.md) calls, traced by
-`python -m tests.foreign.operations` under version 2 of the rules. {len(traced)} of {len(kept)} models were traced. They
+`python -m tests.foreign.operations` under portable numerics. {len(traced)} of {len(kept)} models were traced. They
 call {len(users)} operations: {counts}. {known} of the models call no unknown one.
 
 {table}{"Not traced:" if others else "Every model has been traced."}

@@ -25,6 +25,7 @@ from typing import Any
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import cpu_model
+from ddp_core.numerics.limits import RULES
 from ddp_core.record.directory import find_runs
 from tools.emulation import CPUS, emulator, python_on, version
 from tools.same_code import code_here, is_same
@@ -33,7 +34,6 @@ from tools.side_by_side import Ended, ended
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "docs" / "reference" / "portable-runs.json"
 FORMAT = 1
-RULES = 2
 HERE = "here"
 DIFFERENT = 1
 
@@ -106,7 +106,7 @@ def train(trainings: Sequence[tuple[str, str]], at_a_time: int, code: Mapping[st
 def words_of(name: str) -> list[str]:
     """The command that trains an experiment."""
     settings = [word for each in TRAININGS[name] for word in ("--set", each)]
-    return ["ddp", "train", name, "--device", "cpu", "--numerics", f"portable-{RULES}", *settings]
+    return ["ddp", "train", name, "--device", "cpu", "--numerics", "portable", *settings]
 
 
 def _command(name: str, cpu: str, output: Path) -> list[str]:

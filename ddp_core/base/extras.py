@@ -18,11 +18,9 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     "mlflow": {"mlflow": "mlflow-skinny", "sqlalchemy": "sqlalchemy", "alembic": "alembic"},
     "wandb": {"wandb": "wandb"},
     "prometheus": {"prometheus_client": "prometheus-client"},
-    "export": {"onnx": "onnx", "onnxscript": "onnxscript", "transformers": "transformers"},
     "lab": {"ddp_lab": "samebits-lab"},
     "report": {"matplotlib": "matplotlib"},
     "cluster": {"docker": "docker"},
-    "sweeps": {"optuna": "optuna"},
 }
 """By extra, the modules that are asked for, each with the package that brings it."""
 

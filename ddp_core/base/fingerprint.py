@@ -31,8 +31,7 @@ def fingerprint(device: torch.device, rules: int | None = None) -> dict[str, Any
         "device": "cpu",
     }
     if rules is not None:
-        if rules >= 2:
-            del facts["threads"]  # their number changes no bit
+        del facts["threads"]  # their number changes no bit
         return facts | {"numerics": "portable", "numerics_rules": rules}
     facts |= {
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -106,27 +106,9 @@ def _require_known(experiment: str | None) -> None:
     is_flag=True,
     help="Say what would run, or why nothing can; start nothing, write nothing.",
 )
-@click.option(
-    "--seeds",
-    cls=TitledOption,
-    title="What is trained, and from where on",
-    metavar="0-4",
-    shell_complete=complete_value,
-    help="Train once with each of these seeds, such as 0-4 or 0,3,7; what is completed already is not trained again. "
-    "[default: once, with the experiment's seed]",
-)
-@click.option(
-    "--at-once",
-    cls=TitledOption,
-    title="What is trained, and from where on",
-    metavar="N",
-    shell_complete=complete_value,
-    type=click.IntRange(1),
-    help="With --seeds: so many trainings at a time. [default: as many as there are GPUs for; on the CPU 1]",
-)
 @_local_rank
 @click.pass_context
-def train_(context: click.Context, /, is_dry_run: bool, seeds: str | None, at_once: int | None, **_: object) -> int:
+def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
     """Train EXPERIMENT on a layout.
 
     EXPERIMENT is a name from `ddp list`, or the path of an experiment file of your own. It says what is trained. The
@@ -140,10 +122,6 @@ def train_(context: click.Context, /, is_dry_run: bool, seeds: str | None, at_on
     stop_with_caller()
     asked, config = asked_in(context), config_of(context)
     _require_known(None if asked.record else asked.experiment)
-    if seeds is not None:
-        from ddp_core.cli.seeds import train_seeds
-
-        return train_seeds(asked, seeds, at_once, is_dry_run, config.blamed())
     # The options of a --config file are written out: the run's record must not depend on that file.
     words = context.obj if config.options is None else ["train", *asked.to_words()]
     return carry_out(asked, words, context.meta.get(IS_OWN_PROCESS, False), is_dry_run, config.blamed())

@@ -11,7 +11,6 @@ from typing import Any
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.base.shown import shown
-from ddp_core.cli.seeds_table import facts_over_seeds, table_over_seeds
 from ddp_core.config.records import dotted
 from ddp_core.distributed.reports import tell_user
 from ddp_core.record.data import how_compared
@@ -19,7 +18,7 @@ from ddp_core.record.directory import RunDirectory, find_runs, pass_over
 from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import portable_cpu
 from ddp_core.record.guarded import broken_promise, was_rehearsed, what_broke_it
-from ddp_core.record.over_seeds import family_of, over_seeds
+from ddp_core.record.over_seeds import family_of, origin_of, over_seeds
 from ddp_core.record.own_figures import MOST, PREFIX, in_words, own_figures
 
 RunAndRecord = tuple[RunDirectory, Mapping[str, Any]]
@@ -51,12 +50,12 @@ def compare_runs(places: Sequence[Path], as_json: bool = False, checks: bool = T
     for _, record in runs:
         families.setdefault(family_of(record), []).append(record)
     groups = [[run for run in runs if run[1]["experiment_sha256"] == digest] for digest in digests]
+    over = {name: over_seeds(records) for name, records in families.items()}
     if as_json:
-        seeds = {name: facts_over_seeds(over_seeds(records)) for name, records in families.items()}
+        seeds = {name: found and found.facts for name, found in over.items()}
         print(json.dumps([facts(group) | {"over_seeds": seeds[family_of(group[0][1])]} for group in groups], indent=1))
     else:
-        seeds_of = [(over_seeds(records), records[0]["experiment"]["name"]) for records in families.values()]
-        last = [text for seeds, name in seeds_of if (text := table_over_seeds(seeds, name)) is not None]
+        last = [found.table(families[name][0]["experiment"]["name"]) for name, found in over.items() if found]
         titles = titles_of([[record for _, record in group] for group in groups])
         print("\n".join([*(table(*pair) for pair in zip(groups, titles, strict=True)), *last]))
     broken = any(is_unlike_the_promise([record for _, record in group]) for group in groups)
@@ -182,7 +181,7 @@ def _unlike_the_promise(exact: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str
 
 def _reason(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """Why two exact runs of one experiment may end with other weights; None where nothing explains it."""
-    changed = [what for what, digest in _origin(first).items() if digest != _origin(other)[what]]
+    changed = [what for what, digest in origin_of(first).items() if digest != origin_of(other)[what]]
     if changed:
         return f"of other {' and other '.join(changed)}"
     if _early(first) != _early(other):
@@ -197,16 +196,6 @@ def _reason(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
 
 def _early(record: Mapping[str, Any]) -> str | None:
     return how_it_ended(record.get("ended_early"))
-
-
-def _origin(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The digests of what decides the weights, beside the settings."""
-    return {
-        "code": (record.get("source") or {}).get("files"),
-        "data": record.get("data_sha256"),
-        "parents": (record.get("forked_from") or {}).get("weights_sha256"),
-        "initial weights": (record.get("init_from") or {}).get("sha256"),
-    }
 
 
 def _on_unlike_cpus(records: Iterable[Mapping[str, Any]]) -> str:

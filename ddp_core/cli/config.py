@@ -82,21 +82,21 @@ def add_to_config(context: click.Context, parameter: click.Parameter, value: tup
 
 def read_config(path: Path) -> Config:
     """Read a TOML, YAML or JSON file; its ending tells which. Raises UserError, with the nearest known name."""
-    content = parse_file(path)
+    content = _parse_file(path)
     options = content.pop(_TABLE, {})
     if not isinstance(options, dict):
         raise UserError(f"{path}: {_TABLE} is a table of options, for example `layout` with the value `ddp`")
     return Config(path, tuple(_settings(path, content)), dict(_options(path, options)))
 
 
-def parse_file(path: Path, whose: str = "--config") -> dict[str, Any]:
-    """The content of a TOML, YAML or JSON file; `whose` begins a message. Raises UserError."""
+def _parse_file(path: Path) -> dict[str, Any]:
+    """The content of a TOML, YAML or JSON file. Raises UserError."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{whose} {path}: {error.strerror}") from None
+        raise UserError(f"--config {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UserError(f"{whose} {path} is not UTF-8 text; give a TOML, YAML or JSON file") from None
+        raise UserError(f"--config {path} is not UTF-8 text; give a TOML, YAML or JSON file") from None
     try:
         match path.suffix:
             case ".toml":
@@ -109,7 +109,7 @@ def parse_file(path: Path, whose: str = "--config") -> dict[str, Any]:
                 content = _read_yaml(text)
             case _:
                 raise UserError(
-                    f"{whose} {path}: its name must end in .toml, .yaml or .json, which says how to read it"
+                    f"--config {path}: its name must end in .toml, .yaml or .json, which says how to read it"
                 )
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None

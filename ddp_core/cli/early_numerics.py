@@ -80,7 +80,7 @@ def expected_numerics(asked: Asked) -> Numerics:
     pairs = [setting.partition("=") for setting in asked.settings]
     settings = [value.strip() for name, _, value in pairs if name.strip() == "numerics"]
     if settings:
-        is_portable = settings[-1].strip('"').startswith("portable")
+        is_portable = settings[-1].strip('"') == "portable"
     elif asked.record is not None:
         is_portable = str(_recorded(Path(asked.record))).startswith("portable")
     else:
@@ -97,13 +97,13 @@ def _recorded(record: Path) -> object:
 
 
 def _is_written_portable(name_or_path: str) -> bool:
-    """Whether the experiment's file calls `Experiment(…, numerics="portable")`, or names a version of it."""
+    """Whether the experiment's file calls `Experiment(…, numerics="portable")`."""
     try:
         tree = ast.parse(read_file(find_experiment(name_or_path)))
     except (OSError, SyntaxError, ValueError, UserError):
         return False  # the run itself says what is wrong with the file
     return any(
-        any(ast.unparse(word).startswith("numerics='portable") for word in node.keywords)
+        any(ast.unparse(word) == "numerics='portable'" for word in node.keywords)
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Experiment"
     )

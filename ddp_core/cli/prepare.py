@@ -23,9 +23,10 @@ from ddp_core.experiment.building import Kind, complete_options, resolve
 from ddp_core.experiment.file import LoadedExperiment, Served, load_experiment
 from ddp_core.experiment.request import Request, build_splits, check_promise, promise_broken_by
 from ddp_core.experiment.source import serve_modules
-from ddp_core.numerics.limits import RULES, limits_hold, limits_missed, portable_refused_by, rules_of
+from ddp_core.numerics.limits import limits_hold, limits_missed, portable_refused_by
 from ddp_core.record.continuing import require_continuable
 from ddp_core.record.directory import RunDirectory
+from ddp_core.record.environment import recorded_experiment
 from ddp_core.sharding import Sharding
 
 _COMPONENTS: tuple[Kind, ...] = ("model", "data", "optimizer", "schedule")
@@ -111,7 +112,7 @@ def _load_recorded(path: str, settings: Sequence[str], directory: RunDirectory) 
     served = Served(str((directory.path / record["source"]["folder"]).absolute()), record["source"]["modules"])
     serve_modules(served)
     loaded = load_experiment(path)
-    recorded = _with_settings(loaded, Experiment.from_json(record["experiment"]), settings)
+    recorded = _with_settings(loaded, recorded_experiment(record), settings)
     return replace(loaded, experiment=recorded, served=served)
 
 
@@ -139,16 +140,15 @@ def _numerics(
     """
     wanted = asked.numerics or experiment.numerics
     reason = None
-    rules = rules_of(wanted)
-    if rules is not None:
+    if wanted == "portable":
         on_gpu = "it is for CPUs, and this run is on a GPU" if layout.device == "cuda" else None
         reason = on_gpu or portable_refused_by()
     if reason is None:
         if can_hold(wanted):
-            return ("portable" if rules == RULES else wanted), None
+            return wanted, None
         reason = limits_missed()
-    if asked.numerics is not None and rules is not None:
-        raise UserError(f"--numerics {asked.numerics}: {reason}")
+    if asked.numerics == "portable":
+        raise UserError(f"--numerics portable: {reason}")
     return "native", reason
 
 

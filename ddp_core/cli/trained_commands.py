@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +19,6 @@ def _step(value: str) -> int | str:
     if not value.isdecimal():
         raise click.BadParameter(f"{value} is no step; give a number, or final, newest or best")
     return int(value)
-
-
-def _bytes(value: str) -> int:
-    found = re.fullmatch(r"(\d+)\s*([kMGT]?B)?", value)
-    if found is None or not int(found[1]):
-        raise click.BadParameter(f"{value} is no size; give bytes, or a number with kB, MB, GB or TB")
-    units = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-    return int(found[1]) * units[found[2] or "B"]
 
 
 def _at(usual: str, default: str | None = None) -> Callable[[Any], Any]:
@@ -66,14 +56,13 @@ def eval_(context: click.Context, /, run: Path, **changes: Any) -> int:
     return evaluate(run, context.find_root().obj, context.meta.get(IS_OWN_PROCESS, False), **changes)
 
 
-@click.command("export", cls=Command, options=partial(field_options, "data_dir", default="as recorded"))
+@click.command("export", cls=Command)
 @click.argument("run", metavar="RUN|CHECKPOINT|BUNDLE", type=click.Path(path_type=Path))
 @click.option(
     "--to",
     required=True,
-    type=click.Choice(["safetensors", "torch", "onnx", "torch-export", "hf", "dcp"]),
-    help="safetensors and torch: a state dict. onnx and torch-export: a graph with its weights. hf: a folder for "
-    "from_pretrained, of a transformers model. dcp: torch.distributed.checkpoint.",
+    type=click.Choice(["safetensors", "torch"]),
+    help="How the state dict is written: for safetensors.torch.load_file, or for torch.load.",
 )
 @_at("final", "final")
 @click.option(
@@ -90,29 +79,19 @@ def eval_(context: click.Context, /, run: Path, **changes: Any) -> int:
     type=click.Path(path_type=Path),
     help="The folder to write, which must not exist. [default: EXPERIMENT-RUN-FORMAT, here]",
 )
-@click.option(
-    "--shard-size",
-    "shard_bytes",
-    metavar="SIZE",
-    type=_bytes,
-    default="5GB",
-    show_default=True,
-    help="safetensors and hf: several files and an index, where there are more bytes of weights.",
-)
-def export_(run: Path, data_dir: str | None, **choices: Any) -> int:
+def export_(run: Path, **choices: Any) -> int:
     """Write the weights of RUN for other programs.
 
-    The folder has the weights, a card that says what they are, and how to verify them. This runs the code that the run
-    has kept.
+    This runs the code that the run has kept.
     """
     quiet()
     from ddp_core.record.exporting import export
     from ddp_core.record.places import place_named
 
     with place_named(run) as place:
-        done = export(place, data_dir=None if data_dir is None else Path(data_dir), **choices)
-    for line in done.lines:
+        done = export(place, **choices)
+    for line in done.notes:
         print(f"note: {line}")
-    print(f"{done.folder}: {done.files} files, {done.bytes:,} bytes")
+    print(f"{done.file}: {done.file.stat().st_size:,} bytes")
     print(f"weights sha256 {done.digest}")
     return ExitCode.DONE

@@ -178,17 +178,3 @@ class _Interrupts:
         # A signal may interrupt this function anywhere; each is sent once all the same.
         while self._process is not None and self._waiting:
             self._process.send_signal(self._waiting.pop())
-
-
-def start_ddp(words: list[str], variables: Mapping[str, str], is_quiet: bool) -> subprocess.Popen[bytes]:
-    """Start a `ddp` command with further environment variables; if `is_quiet`, only its errors are seen.
-
-    It has a group of its own, so that a Ctrl-C in the terminal reaches it through this process alone.
-    """
-    return subprocess.Popen(
-        [sys.executable, "-m", "ddp_core", *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL if is_quiet else None,
-        env={**os.environ, **variables},
-        process_group=0,
-    )

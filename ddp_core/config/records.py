@@ -17,8 +17,7 @@ from pydantic.fields import FieldInfo
 from ddp_core.base.errors import near_names, nearest_name
 
 ReductionKind = Literal["exact", "plain"]
-Numerics = Literal["native", "portable", "portable-1", "portable-2"]
-"""With a number, by that version of the rules of portable numerics; without, by the one that is the rule now."""
+Numerics = Literal["native", "portable"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 
 

@@ -1,4 +1,4 @@
-"""Attention that replaces torch's kernel for CPUs under version 2 of the rules, forward and backward.
+"""Attention that replaces torch's kernel for CPUs, forward and backward.
 
 Torch's own kernel calls MKL for each head. Here the products are chains, and between them stand a softmax of whole rows
 and its gradient, as torch computes them. 1,024 queries at a time are computed, where sums over queries are cut anyway:
@@ -192,4 +192,4 @@ ATTENTION: Mapping[str, Kernel] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _result,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _gradients,
 }
-"""By the dispatcher's name of an operation, what replaces torch's kernel under version 2 of the rules."""
+"""By the dispatcher's name of an operation, what replaces torch's kernel."""

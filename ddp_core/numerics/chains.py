@@ -1,4 +1,4 @@
-"""Products of matrices with a definition: one chain of fused multiply-adds per element (rules 2).
+"""Products of matrices with a definition: one chain of fused multiply-adds per element.
 
 Each element is `c = fma(a[i, k], b[k, j], c)` in the order of k and from zero. Sums of more than 1,024 terms are cut
 into pieces of that length and the rest, which are added in their order. The code of `chain_code` computes them; of

@@ -33,7 +33,7 @@ from torch.library import Library, get_kernel
 from ddp_core.base.errors import UserError
 from ddp_core.numerics.attention import ATTENTION, attention
 from ddp_core.numerics.chains import several_threads
-from ddp_core.numerics.limits import RULES, limits_hold, limits_missed
+from ddp_core.numerics.limits import limits_hold, limits_missed
 from ddp_core.numerics.products import PRODUCTS
 
 _OURS = (torch.float32, torch.float64)
@@ -79,12 +79,11 @@ by the same instructions.
 
 
 @contextmanager
-def portable_kernels(rules: int = RULES) -> Iterator[None]:
-    """While in the block, torch computes with the portable kernels of these rules, in the whole process.
+def portable_kernels() -> Iterator[None]:
+    """While in the block, torch computes with the portable kernels, in the whole process.
 
-    Torch then has one thread. As many as it had before compute large products of matrices, but not under version 1.
-    Raises UserError where torch was loaded without the limits. An operation that cannot be had raises UserError when it
-    is called.
+    Torch then has one thread. As many as it had before compute large products of matrices. Raises UserError where torch
+    was loaded without the limits. An operation that cannot be had raises UserError when it is called.
     """
     if not limits_hold():
         raise UserError(limits_missed())
@@ -95,22 +94,21 @@ def portable_kernels(rules: int = RULES) -> Iterator[None]:
         with warnings.catch_warnings():
             # torch warns that kernels are replaced, which is meant.
             warnings.simplefilter("ignore")
-            for name, replacement in {**_REPLACEMENTS, **({**PRODUCTS, **ATTENTION} if rules >= 2 else {})}.items():
+            for name, replacement in {**_REPLACEMENTS, **PRODUCTS, **ATTENTION}.items():
                 library, _, operation = name.partition("::")
                 usual = get_kernel(name, "CPU").call_boxed
                 libraries[library].impl(operation, partial(replacement, usual), "CPU", with_keyset=True)
-            if rules >= 2:
-                # A composition of operations: torch keeps it in another place, and for every device.
-                usual = get_kernel("aten::scaled_dot_product_attention", "CPU").call_boxed
-                libraries["aten"].impl(
-                    *("scaled_dot_product_attention", partial(attention, usual), "CompositeImplicitAutograd"),
-                    with_keyset=True,
-                )
+            # A composition of operations: torch keeps it in another place, and for every device.
+            usual = get_kernel("aten::scaled_dot_product_attention", "CPU").call_boxed
+            libraries["aten"].impl(
+                *("scaled_dot_product_attention", partial(attention, usual), "CompositeImplicitAutograd"),
+                with_keyset=True,
+            )
             for name in REFUSED.keys() - _REPLACEMENTS.keys():
                 library, _, operation = name.partition("::")
                 key = "QuantizedCPU" if library == "quantized" else "CPU"
                 libraries[library].impl(operation, partial(_refuse, name), key)
-        with several_threads(threads if rules >= 2 else 1):
+        with several_threads(threads):
             yield
     finally:
         libraries.clear()  # torch then has its own kernels again

@@ -15,11 +15,7 @@ from pathlib import Path
 from ddp_core.base.errors import UserError
 
 RULES = 2
-"""Version of what `portable` limits and replaces; whoever changes that so that bits may change, adds a version.
-
-Version 2 has products of matrices in chains of fused multiply-adds (`products`). Version 1, which has them from MKL, is
-had by name, `portable-1`.
-"""
+"""Version of what `portable` limits and replaces; whoever changes that so that bits may change, raises it."""
 
 LIMITS: Mapping[str, str] = {
     # torch's own kernels.
@@ -32,10 +28,8 @@ LIMITS: Mapping[str, str] = {
 
 
 def rules_of(numerics: str) -> int | None:
-    """The version of the rules that `native`, `portable` or `portable-1` stands for; None for native."""
-    if numerics == "native":
-        return None
-    return int(numerics.partition("-")[2] or RULES)
+    """The version of the rules by which `portable` computes; None for native."""
+    return None if numerics == "native" else RULES
 
 
 def limits_hold() -> bool:

@@ -1,4 +1,4 @@
-"""Products of matrices that replace torch's under version 2 of the rules: chains, whatever their shape or layout.
+"""Products of matrices that replace torch's: chains, whatever their shape or layout.
 
 What is added to a product comes last, so that it does not matter how a library begins its sums. float16 and bfloat16
 are raised to float32, in which the whole operation is computed, and rounded once at the end. Other dtypes, float64
@@ -144,4 +144,4 @@ PRODUCTS: Mapping[str, Kernel] = {
     **{name: partial(kernel, 2) for name, kernel in _OF_MATRICES.items()},
     **{name: partial(kernel, 3) for name, kernel in _OF_BATCHES.items()},
 }
-"""By the dispatcher's name of an operation, what replaces torch's kernel under version 2 of the rules."""
+"""By the dispatcher's name of an operation, what replaces torch's kernel."""

@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.refusals import is_lack, refused
 from ddp_core.base.shown import shown
-from ddp_core.config.records import Numerics
+from ddp_core.config.experiment import Experiment
+from ddp_core.numerics.limits import RULES
 
 if TYPE_CHECKING:
     from ddp_core.experiment.request import Request
@@ -44,18 +45,31 @@ def portable_cpu(record: Mapping[str, Any]) -> str | None:
 
 
 def recorded_numerics(record: Mapping[str, Any]) -> str:
-    """The numerics that repeat a run: by the rules that it was trained by, whatever `portable` has come to mean since.
+    """The numerics that repeat a run.
 
-    `record` is the content of run.json. Raises UserError for rules that this version does not know.
+    `record` is the content of run.json. Raises UserError where this version does not compute by the run's rules.
     """
     rules = (record.get("fingerprint") or {}).get("numerics_rules")
-    numerics = str(record["options"].get("numerics", "native")) if rules is None else f"portable-{rules}"
-    if numerics not in get_args(Numerics):
+    if rules is None:
+        return "native"
+    if rules != RULES:
+        does = "no longer computes" if isinstance(rules, int) and rules < RULES else "does not know"
         raise UserError(
-            f"the run has the numerics {shown(numerics)}, which this version of ddp does not know: "
-            f"it has {', '.join(get_args(Numerics))}"
+            f"the run has portable numerics version {shown(str(rules))}, which this version {does}: its weights can be "
+            f"loaded, and training it anew gives those of version {RULES}"
         )
-    return numerics
+    return "portable"
+
+
+def recorded_experiment(record: Mapping[str, Any]) -> Experiment:
+    """The experiment of a run. Raises UserError, which names each wrong field.
+
+    Earlier versions could name a version of portable numerics in it; the fingerprint says which one the run has.
+    """
+    experiment = record["experiment"]
+    if str(experiment.get("numerics")).startswith("portable-"):
+        experiment = {**experiment, "numerics": "portable"}
+    return Experiment.from_json(experiment)
 
 
 def facts_of(request: Request) -> dict[str, str]:

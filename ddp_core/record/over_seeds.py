@@ -53,7 +53,41 @@ class OverSeeds(NamedTuple):
     seeds: list[int]
     figures: list[Figure]
     left_out: int
-    """How many completed runs have other data or other numerics than these."""
+    """How many completed runs were trained from something else than these, or with other numerics."""
+
+    def table(self, name: str) -> str:
+        """A line for each figure: mean ± standard deviation (n), and the interval of the mean."""
+        seeds = ", ".join(map(str, self.seeds))
+        head = f"{name} over the seeds {seeds}: mean ± standard deviation (n), 95 % interval of the mean{self.others}"
+        width = max((len(figure.name) for figure in self.figures), default=0)
+        rows = [f"{each.name.replace('_', ' '):{width}}  {each.words}  {each.interval}" for each in self.figures]
+        return "\n".join([head, *rows, ""])
+
+    @property
+    def others(self) -> str:
+        """What is said of the runs that are left out; empty where there are none."""
+        return f"; left out, of other {' or '.join([*ORIGINS, 'numerics'])}: {self.left_out}" if self.left_out else ""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The same in plain JSON types."""
+        figures = {figure.name: figure._asdict() for figure in self.figures}
+        return {"seeds": self.seeds, "left_out": self.left_out, "figures": figures}
+
+
+ORIGINS = ("code", "data", "parents", "initial weights")
+"""What decides the weights, beside the settings."""
+
+
+def origin_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The digests of what decides the weights of a run, beside its settings."""
+    digests = (
+        (record.get("source") or {}).get("files"),
+        record.get("data_sha256"),
+        (record.get("forked_from") or {}).get("weights_sha256"),
+        (record.get("init_from") or {}).get("sha256"),
+    )
+    return dict(zip(ORIGINS, digests, strict=True))
 
 
 def family_of(record: Mapping[str, Any]) -> str:
@@ -65,18 +99,18 @@ def family_of(record: Mapping[str, Any]) -> str:
 def over_seeds(records: Iterable[Mapping[str, Any]]) -> OverSeeds | None:
     """The figures of the completed runs, of each seed the first one; None for fewer than two seeds.
 
-    `records`: of one family. Of runs with other data or other numerics those with most seeds count. A figure that a run
-    does not have, or not as a finite number, is left out of the others.
+    `records`: of one family. Where they are not all of the same origin and numerics, those alike with most seeds count.
+    A figure that a run does not have, or not as a finite number, is left out of the others.
     """
-    alike: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
-    runs = Counter[tuple[Any, ...]]()
+    alike: dict[str, dict[int, Mapping[str, Any]]] = {}
+    runs = Counter[str]()
     for record in records:
         seed, fingerprint = record["experiment"].get("seed"), record["fingerprint"]
         if record["status"] == "completed" and seed is not None:
-            of = record["data_sha256"], fingerprint.get("numerics"), fingerprint.get("numerics_rules")
+            of = json.dumps([origin_of(record), fingerprint.get("numerics_rules")], sort_keys=True)
             alike.setdefault(of, {}).setdefault(seed, record["result"])
             runs[of] += 1
-    most = max(alike, key=lambda of: len(alike[of]), default=())
+    most = max(alike, key=lambda of: len(alike[of]), default="")
     by_seed = alike.get(most, {})
     if len(by_seed) < 2:
         return None

@@ -402,15 +402,8 @@ class Changes:
 
 
 def _unlike_before(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    """Why the steps from here on are not promised those before: a line for each difference of the fingerprints.
-
-    Where it is the rules of portable numerics, the line says how to go on by those before.
-    """
-    lines = [f"{_UNLIKE_BEFORE} {line}" for line in fingerprint_differences(here, there)]
-    ours, theirs = (each.get("numerics_rules") for each in (here, there))
-    if ours is not None and theirs is not None and ours != theirs:
-        lines = [f"{line}; --numerics portable-{theirs} goes on as before" for line in lines]
-    return lines
+    """Why the steps from here on are not promised those before: a line for each difference of the fingerprints."""
+    return [f"{_UNLIKE_BEFORE} {line}" for line in fingerprint_differences(here, there)]
 
 
 def _utc(moment: float) -> str:

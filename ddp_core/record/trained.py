@@ -29,7 +29,6 @@ from ddp_core.checkpoint import (
     newest_valid,
     read_checkpoint,
 )
-from ddp_core.config.experiment import Experiment
 from ddp_core.distributed.reports import tell_user
 from ddp_core.experiment.file import LoadedExperiment, Served, load_experiment
 from ddp_core.experiment.fresh_model import lazy_parts
@@ -37,6 +36,7 @@ from ddp_core.experiment.request import build_model
 from ddp_core.experiment.source import kept_modules, read_source
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.directory import RunDirectory
+from ddp_core.record.environment import recorded_experiment
 from ddp_core.record.initial_weights import fill
 from ddp_core.record.places import Place, place_named
 from ddp_core.record.run_json import RecordedRun
@@ -127,7 +127,7 @@ class TrainedWeights:
         folder = self.run.path / source["folder"]
         with kept_modules(Served(str(folder), source["modules"])):
             loaded = load_experiment(str(folder / source["experiment"]))
-            yield replace(loaded, experiment=Experiment.from_json(self.record["experiment"]))
+            yield replace(loaded, experiment=recorded_experiment(self.record))
 
     def model(self, loaded: LoadedExperiment, weights: Mapping[str, Tensor], device: torch.device | str) -> nn.Module:
         """The experiment's model with these weights, not compiled, in eval mode, on `device`."""

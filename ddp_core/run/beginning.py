@@ -22,7 +22,6 @@ from ddp_core.experiment.fresh_model import require_same_model
 from ddp_core.experiment.request import BuiltExperiment, Request, build_parts, build_splits, check_promise
 from ddp_core.experiment.source import Source, collect, require_same_source
 from ddp_core.numerics.kernels import portable_kernels
-from ddp_core.numerics.limits import rules_of
 from ddp_core.observe.metrics import Console
 from ddp_core.observe.usage import Usage
 from ddp_core.record.data import agreed_digest, digest_data
@@ -97,8 +96,7 @@ def begun(
 def _kernels(request: Request) -> Iterator[None]:
     """A block with kernels and numerics as the request has them."""
     choose_kernels(request.options.deterministic, tf32=request.loaded.experiment.precision == "tf32")
-    rules = rules_of(request.options.numerics)
-    with portable_kernels(rules) if rules is not None else nullcontext():
+    with portable_kernels() if request.options.numerics == "portable" else nullcontext():
         yield
 
 

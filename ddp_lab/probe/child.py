@@ -1,6 +1,6 @@
 """The process that `ddp probe` starts: it computes digests under portable numerics, and prints them.
 
-Its argument is the version of the rules. Standard input has a JSON list of what to compute: objects with `kind`
+Standard input has a JSON list of what to compute: objects with `kind`
 (`operations` or `training_steps`), `name` and, of an experiment, `settings`. Standard output gets a JSON object per
 line: first the versions of what computes, then in the same order `kind`, `name` and either `digest` or `trouble`.
 """
@@ -42,9 +42,8 @@ def main() -> None:
     os.dup2(2, 1)
     choose_kernels()
     print(json.dumps({"torch": torch.__version__, "numpy": np.__version__}), file=lines)
-    rules = int(sys.argv[1])
-    operations = all_operations(rules)
-    with portable_kernels(rules):
+    operations = all_operations()
+    with portable_kernels():
         _compute(wanted, operations, lines)
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
-from ddp_core.numerics.limits import LIMITS, RULES, require_portable_here
+from ddp_core.numerics.limits import LIMITS, require_portable_here
 from ddp_lab.options import Parser
-from ddp_lab.probe.published import NAMES, Published, published
+from ddp_lab.probe.published import Published, published
 from ddp_lab.probe.sharing import outcome, record_of
 
 Found = dict[tuple[str, str], dict[str, str]]
@@ -88,23 +88,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="ddp probe", description="Say whether this CPU computes the published bits; takes seconds.")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    kinds.add_argument(
-        "--share", action="store_true", help="print a record of this machine to send back: all rules, some more seconds"
-    )
-    parser.add_argument(
-        "--rules",
-        type=int,
-        choices=sorted(NAMES),
-        default=RULES,
-        help=f"by this version of the rules, as --numerics portable-1 trains (default: {RULES})",
-    )
+    kinds.add_argument("--share", action="store_true", help="print a record of this machine to send back")
     options = parser.parse_args(arguments)
     require_portable_here()
+    table = published()
+    versions, found = measured(table)
+    verdict = judge(table, versions, found)
     if options.share:
-        return _share()
-    table = published(rules=options.rules)
-    verdict = judge(table, *measured(table))
-    if options.json:
+        told = outcome(table, [each.describe() for each in verdict.differences], found)
+        print(json.dumps(record_of(versions, [told]), indent=1))
+    elif options.json:
         print(json.dumps(_as_json(verdict), indent=1))
     else:
         if verdict.other_torch:
@@ -113,19 +106,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for each in verdict.differences:
             print(f"  {each.describe()}")
     return DIFFERENT if verdict.differences else ExitCode.DONE
-
-
-def _share() -> int:
-    """Print the record of this machine; returns 0 where it has all published bits, 1 where some differ."""
-    outcomes: list[Mapping[str, Any]] = []
-    versions: Mapping[str, str] = {}
-    for rules in sorted(NAMES):
-        table = published(rules=rules)
-        versions, found = measured(table)
-        verdict = judge(table, versions, found)
-        outcomes.append(outcome(table, [each.describe() for each in verdict.differences], found))
-    print(json.dumps(record_of(versions, outcomes), indent=1))
-    return DIFFERENT if any(each["different"] for each in outcomes) else ExitCode.DONE
 
 
 def _as_json(verdict: Verdict) -> dict[str, Any]:
@@ -168,7 +148,7 @@ def measured(
     versions: dict[str, str] = {}
     found: Found = {}
     while left := [each for each in asked if (each["kind"], each["name"]) not in found]:
-        lines, ending = _computed(left, table.rules, interpreter, limit)
+        lines, ending = _computed(left, interpreter, limit)
         if not lines:
             raise UserError(f"the probe could not compute anything: its process {ending}")
         versions, *answers = lines
@@ -180,12 +160,12 @@ def measured(
 
 
 def _computed(
-    asked: Sequence[Mapping[str, Any]], rules: int, interpreter: Sequence[str], limit: float
+    asked: Sequence[Mapping[str, Any]], interpreter: Sequence[str], limit: float
 ) -> tuple[list[dict[str, str]], str]:
     """The lines that a process has written until it ended, and how it ended."""
     try:
         done = subprocess.run(
-            [*interpreter, "-m", "ddp_lab.probe.child", str(rules)],
+            [*interpreter, "-m", "ddp_lab.probe.child"],
             input=json.dumps(asked).encode(),
             capture_output=True,
             env=os.environ | dict(LIMITS) | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},

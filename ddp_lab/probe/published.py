@@ -9,11 +9,10 @@ from typing import Any
 
 from ddp_core.base.documents import read_document
 from ddp_core.base.errors import UserError
-from ddp_core.numerics.limits import RULES
 
 FORMAT = 1
-NAMES: Mapping[int, str] = {1: "portable-digests.json", 2: "portable-digests-2.json"}
-"""The file of the table by the version of the rules."""
+NAME = "portable-digests-2.json"
+"""The file of the table, with the version of the rules."""
 _PLACES = (
     Path(__file__).parents[2] / "docs" / "reference",  # a checkout
     Path(__file__).parent,  # an installed package
@@ -67,12 +66,9 @@ def release(version: str) -> str:
     return version.partition("+")[0]
 
 
-def published(path: Path | None = None, rules: int = RULES) -> Published:
-    """The table at `path`, or the one of these rules that comes with this package.
-
-    Raises UserError where it cannot be read.
-    """
-    places = [place / NAMES[rules] for place in _PLACES]
+def published(path: Path | None = None) -> Published:
+    """The table at `path`, or the one that comes with this package. Raises UserError where it cannot be read."""
+    places = [place / NAME for place in _PLACES]
     place = path or next((place for place in places if place.exists()), places[0])
     try:
         table = read_document(place, dict[str, Any])

@@ -2,7 +2,7 @@
 
     python -m tests.foreign.operations [--only timm transformers.bert] [--workers 2] [--again]
 
-Trains each model of the fleet for one step under portable numerics (rules 2) with a profiler, and keeps the names in
+Trains each model of the fleet for one step under portable numerics with a profiler, and keeps the names in
 docs/reference/foreign-operations.json, from which `python -m tools.portable_operations --page` writes the page. It goes
 on where it was ended; --again traces all anew.
 """
@@ -57,7 +57,7 @@ def called(case: Case) -> dict[str, Any]:
     """The names of all operations of one step, or what prevents the step."""
     choose_kernels()
     try:
-        with portable_kernels(2), tempfile.TemporaryDirectory() as data, torch.autograd.profiler.profile() as profiler:
+        with portable_kernels(), tempfile.TemporaryDirectory() as data, torch.autograd.profiler.profile() as profiler:
             trained(EXPERIMENTS / case.file, [*case.settings, "max_steps=1"], Path(data))
     except UserError as error:
         return {"trouble": str(error)}

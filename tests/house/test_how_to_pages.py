@@ -30,7 +30,14 @@ def test_a_reader_sees_what_the_page_shows(name: str, installed: Path, tmp_path:
     follow((ROOT / "docs" / "how-to" / f"{name}.md").read_text(), installed, tmp_path)
 
 
-@pytest.mark.extras("hydra")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("use-hydra", marks=pytest.mark.extras("hydra")),
+        pytest.param("seeds-and-sweeps", marks=pytest.mark.extras("optuna")),
+        pytest.param("use-what-was-trained", marks=pytest.mark.extras("onnx", "onnxscript")),
+    ],
+)
 @pytest.mark.timeout(900)
-def test_hydra_hands_over_its_settings(installed: Path, tmp_path: Path) -> None:
-    follow((ROOT / "docs" / "how-to" / "use-hydra.md").read_text(), installed, tmp_path)
+def test_other_peoples_tools_do_what_the_page_shows(name: str, installed: Path, tmp_path: Path) -> None:
+    follow((ROOT / "docs" / "how-to" / f"{name}.md").read_text(), installed, tmp_path)

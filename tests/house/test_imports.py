@@ -48,7 +48,6 @@ LAB_FLOORS = [
         "ddp_lab.diagnose",
         "ddp_lab.projection",
         "ddp_lab.report.charts",
-        "ddp_lab.sweep",
     ],
     ["ddp_lab.report"],
 ]

@@ -114,7 +114,6 @@ WORK = [
     (DDP, ["watch", "--once"]),
     (DDP, ["doctor", "mine.py"]),
     (DDP, ["verify", "RUN"]),
-    (DDP, ["sweep", "grid.toml", "--words"]),
     (DDP, ["launch-files", "slurm"]),
     ("ddp_lab.kubernetes.__main__", ["mine.py"]),
 ]
@@ -125,11 +124,9 @@ NEED = [
     ("yaml", (CLUSTER, ["check", "ddp-cpu"])),
     *((name, (DDP, ["train", "mine.py", "--log-to", name])) for name in ("tensorboard", "mlflow", "wandb")),
     ("prometheus", (DDP, ["train", "mine.py", "--log-to", "prometheus"])),
-    *(("export", (DDP, ["export", "RUN", "--to", name, "--out", "there"])) for name in ("onnx", "hf")),
     ("report", (DDP, ["report"])),
     ("report", ("ddp_lab.report.__main__", [])),
     ("cluster", (CLUSTER, ["up", "--experiment", "mine.py", "--backend", "docker"])),
-    ("sweeps", (DDP, ["sweep", "search.toml"])),
 ]
 """Each extra with a call that asks for it; RUN is the directory of the run that was trained before."""
 
@@ -147,10 +144,6 @@ def test_every_extra_that_is_named_exists_and_brings_its_packages() -> None:
 
 def test_each_command_works_or_names_the_extra_that_it_needs(tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_text("epochs: 1\n")
-    (tmp_path / "grid.toml").write_text("experiment = 'mine.py'\n[grid]\nseed = [0, 1]\n")
-    (tmp_path / "search.toml").write_text(
-        "experiment = 'mine.py'\nmetric = 'train_loss'\ntrials = 1\n[search]\n'optimizer.lr' = {low = 0.1, high = 1}\n"
-    )
     calls = [*HELPS, *OPTIONS, *WORK, *(call for _, call in NEED)]
     ended = dict(zip(map(str, calls), walk(tmp_path, calls), strict=True))
     for call in [*HELPS, *WORK]:

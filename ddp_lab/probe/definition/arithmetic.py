@@ -119,7 +119,7 @@ def reduced(first: Array, *others: Array) -> Array:
 
 
 def product_in_chains(left: Array, right: Array) -> Array:
-    """A product of float32 matrices under rules 2, or of batches of them: per element one chain in the order of k.
+    """A product of float32 matrices, or of batches of them: per element one chain in the order of k.
 
     A chain is of fused multiply-adds, and has at most 1,024 terms; longer sums are cut there, and the pieces added in
     their order.
@@ -131,8 +131,3 @@ def product_in_chains(left: Array, right: Array) -> Array:
             chain = fused(left[..., k, None], right[..., k, None, :], chain)
         pieces.append(chain)
     return pieces[0] if len(pieces) == 1 else in_turn(np.stack(pieces))
-
-
-def product_without_fusing(left: Array, right: Array) -> Array:
-    """A small product of float32 matrices: products are rounded, and added in the order of k."""
-    return in_turn(left.T[:, :, None] * right[:, None, :])

@@ -6,14 +6,13 @@ import hashlib
 from collections.abc import Mapping
 
 from ddp_lab.probe.definition.inputs import Array
-from ddp_lab.probe.definition.operations import ALWAYS
-from ddp_lab.probe.definition.products import IN_CHAINS, WITHOUT_CHAINS
+from ddp_lab.probe.definition.operations import WITHOUT_PRODUCTS
+from ddp_lab.probe.definition.products import IN_CHAINS
 
 
-def defined_digests(rules: int) -> Mapping[str, str]:
-    """By name of an operation, its digest under this version of the rules."""
-    definitions = {**ALWAYS, **(IN_CHAINS if rules >= 2 else WITHOUT_CHAINS)}
-    return {name: digest_of(definition()) for name, definition in definitions.items()}
+def defined_digests() -> Mapping[str, str]:
+    """By name of an operation, its digest."""
+    return {name: digest_of(definition()) for name, definition in {**WITHOUT_PRODUCTS, **IN_CHAINS}.items()}
 
 
 def digest_of(results: list[Array] | Array) -> str:

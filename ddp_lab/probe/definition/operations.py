@@ -236,7 +236,7 @@ def _adam(beta2: float = 0.999, weight_decay: float = 0.0) -> list[Array]:
     return weights + states
 
 
-ALWAYS: Mapping[str, Definition] = {
+WITHOUT_PRODUCTS: Mapping[str, Definition] = {
     "add, multiply, divide": _arithmetic,
     "abs": lambda: _of_each(np.abs, numbers(_LENGTH, scale=8)),
     "square": lambda: _of_each(np.square, numbers(_LENGTH, scale=8)),
@@ -258,4 +258,4 @@ ALWAYS: Mapping[str, Definition] = {
     **dict.fromkeys(("Adam loop", "Adam foreach"), _adam),
     **dict.fromkeys(("AdamW loop", "AdamW foreach"), partial(_adam, 0.99, 0.1)),
 }
-"""Under each version of the rules, products and what is made of them left out."""
+"""All but products and what is made of them."""

@@ -5,25 +5,20 @@ As in `operations`, each has the table's name, and gives what its digest is of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
 
-from ddp_lab.probe.definition.arithmetic import (
-    fused,
-    product_in_chains,
-    product_without_fusing,
-    sum_of_columns,
-)
+from ddp_lab.probe.definition.arithmetic import fused, product_in_chains, sum_of_columns
 from ddp_lab.probe.definition.inputs import Array, numbers
 from ddp_lab.probe.definition.operations import COMING, Definition, fixed_weight, softmax, softmax_gradient
 
 _FLOAT = np.float32
 
 
-def _matmul(rows: int, terms: int, columns: int, product: Callable[[Array, Array], Array] = product_in_chains) -> Array:
-    return product(numbers(rows, terms), numbers(terms, columns, key=1))
+def _matmul(rows: int, terms: int, columns: int) -> Array:
+    return product_in_chains(numbers(rows, terms), numbers(terms, columns, key=1))
 
 
 def _halves(rows: int, terms: int, columns: int) -> Array:
@@ -125,12 +120,6 @@ def _padded(images: Array, padding: int) -> Array:
     return np.pad(images, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
 
 
-WITHOUT_CHAINS: Mapping[str, Definition] = {
-    "matmul 37x53x41": partial(_matmul, 37, 53, 41, product_without_fusing),
-    "matmul 300x16x300": partial(_matmul, 300, 16, 300, product_without_fusing),
-}
-"""Under version 1 of the rules."""
-
 IN_CHAINS: Mapping[str, Definition] = {
     **{
         f"matmul {rows}x{terms}x{columns}": partial(_matmul, rows, terms, columns)
@@ -172,4 +161,4 @@ IN_CHAINS: Mapping[str, Definition] = {
         numbers(2, 64, 8, 8), numbers(2, 64, 8, 8, key=COMING), 1
     ),
 }
-"""Under version 2 of the rules."""
+"""Products of matrices, and what is made of them."""

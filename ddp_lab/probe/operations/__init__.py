@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ddp_core.numerics.limits import RULES
 from ddp_lab.probe.operations.drawing import drawing, of_numpy
 from ddp_lab.probe.operations.elementwise import elementwise
 from ddp_lab.probe.operations.inputs import Operation, Operations
@@ -15,10 +14,8 @@ from ddp_lab.probe.operations.sums import losses, norms, sums
 __all__ = ["Operation", "Operations", "all_operations"]
 
 
-def all_operations(rules: int = RULES) -> Operations:
-    """Every operation of the table of these rules by name. Building them makes their inputs, in some milliseconds."""
+def all_operations() -> Operations:
+    """Every operation of the table by name. Building them makes their inputs, in some milliseconds."""
     kinds = [elementwise(), sums(), losses(), norms(), products(), convolutions(), sequences(), algebra(), moving()]
-    kinds += [pooling(), drawing(), of_numpy(), optimizers()]
-    if rules >= 2:
-        kinds += [products_in_chains(), rarer()]
+    kinds += [pooling(), drawing(), of_numpy(), optimizers(), products_in_chains(), rarer()]
     return {name: operation for kind in kinds for name, operation in kind.items()}

@@ -47,7 +47,7 @@ def _autocast(inputs: int, outputs: int, samples: int) -> list[Tensor]:
 
 
 def products_in_chains() -> Operations:
-    """What rules 2 compute in chains of fused multiply-adds, or raise to float32: large products of each kind."""
+    """What portable numerics compute in chains of fused multiply-adds, or raise to float32: of each kind."""
     wide, tall = partial(numbers, 96, 160), partial(numbers, 160, 128, key=1)
     batches = (numbers(3, 64, 144), numbers(3, 144, 128, key=1))
     weight = partial(numbers, key=50, scale=0.25)

@@ -17,7 +17,7 @@ _LENGTH = 1003
 
 
 def rarer() -> Operations:
-    """The operations of all kinds by name; the tables of rules 2 and later have them."""
+    """The operations of all kinds by name."""
     kinds = [_activations(), _functions(), _reductions(), _losses(), _layers(), _products(), _algebra(), _optimizers()]
     return {name: operation for kind in kinds for name, operation in kind.items()}
 

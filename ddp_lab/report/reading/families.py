@@ -7,13 +7,13 @@ the same way (layout, reduction, loader workers, backend).
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.cli.compare import set_apart, verdict
+from ddp_core.record.over_seeds import family_of
 from ddp_lab.report.reading.runs import Run
 from ddp_lab.report.values import Spread, plural, slug
 
@@ -157,7 +157,7 @@ def find_families(runs: Sequence[Run]) -> list[Family]:
     """
     by_key: dict[str, list[Run]] = {}
     for run in runs:
-        by_key.setdefault(_key(run), []).append(run)
+        by_key.setdefault(family_of(run.record), []).append(run)
     by_name: dict[str, list[list[Run]]] = {}
     for members in by_key.values():
         by_name.setdefault(members[0].experiment, []).append(members)
@@ -170,12 +170,6 @@ def find_families(runs: Sequence[Run]) -> list[Family]:
             difference = set_apart({**members[0].record["experiment"], "seed": main.get("seed")}, main)
             families.append(_family(name, members, difference, {family.anchor for family in families}))
     return families
-
-
-def _key(run: Run) -> str:
-    return json.dumps(
-        {name: value for name, value in run.record["experiment"].items() if name != "seed"}, sort_keys=True
-    )
 
 
 def _anchor(title: str, taken: set[str]) -> str:

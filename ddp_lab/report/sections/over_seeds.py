@@ -14,7 +14,7 @@ def seeds_table(family: Family) -> Table | None:
         return None
     columns = [
         Column("over seeds"),
-        Column("mean ± standard deviation (n)", True, f"of the seeds {', '.join(map(str, found.seeds))}"),
+        Column("mean ± standard deviation (n)", True, f"of the seeds {', '.join(map(str, found.seeds))}{found.others}"),
         Column("95 % interval of the mean", True, "by Student's t"),
     ]
     rows = [

@@ -29,7 +29,6 @@ experiment = Experiment(
     loss="mean_squared_error", optimizer=Optimizer(lr=0.01), global_batch_size=16, micro_batch=4 ADDED
 )
 '''
-VERSION_2 = TEXT.replace("ADDED", ', numerics="portable-2"')
 PORTABLE, NATIVE = TEXT.replace("ADDED", ', numerics="portable"'), TEXT.replace("ADDED", "")
 COMPUTED = TEXT.replace("ADDED", ', numerics="".join(["port", "able"])')
 OVERRULED = PORTABLE + 'experiment = experiment.model_copy(update={"numerics": "native"})\n'
@@ -60,9 +59,6 @@ def mine(folder: Path, text: str) -> str:
         (PORTABLE, {"settings": ("epochs=1", "numerics=portable", "numerics=native")}, "native"),
         (PORTABLE, {"settings": ("numerics=native",), "numerics": "portable"}, "portable"),
         (PORTABLE, {"device": "cuda"}, "native"),
-        (VERSION_2, {}, "portable"),
-        (NATIVE, {"numerics": "portable-2"}, "portable-2"),
-        (NATIVE, {"settings": ("numerics=portable-2",)}, "portable"),
         (PORTABLE, {"device": "cpu"}, "portable"),
     ],
 )

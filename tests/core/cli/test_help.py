@@ -41,7 +41,7 @@ COMMANDS = (
     "rendezvous",
     "completion",
 )
-OFFERED = ("chaos", "claims", "diagnose", "launch-files", "probe", "project", "report", "sweep")
+OFFERED = ("chaos", "claims", "diagnose", "launch-files", "probe", "project", "report")
 EXPERIMENTS = ("digits", "linear_regression", "counter_buffer", "toy_mlp", "resnet18_synthetic", "fashion_mnist")
 
 
@@ -65,7 +65,7 @@ def test_the_list_shows_every_experiment_with_its_question(capsys: pytest.Captur
 @pytest.mark.parametrize(
     "words",
     [
-        *(["train", "digitz"], ["train", "digitz", "--seeds", "0-2"], ["rehearse", "digitz"]),
+        *(["train", "digitz"], ["rehearse", "digitz"]),
         *(["verify-layouts", "digitz"], ["doctor", "digitz"], ["train", "digitz.py"]),
     ],
     ids=" ".join,
@@ -125,7 +125,7 @@ def test_the_help_of_train_has_groups_defaults_and_examples(capsys: pytest.Captu
         for name, field in fields.items()
         if name != "experiment" and not command_line(field).hidden
     }
-    others = {"--config", "--dry-run", "--seeds", "--at-once"}
+    others = {"--config", "--dry-run"}
     assert rows.keys() - {"Usage:", "--help", *others} == shown
     assert others <= rows.keys()
     assert [option for option in shown if "[default: " not in rows[option]] == []

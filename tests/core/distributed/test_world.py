@@ -135,7 +135,6 @@ def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> No
 def test_few_modules_touch_the_environment() -> None:
     """All other modules get values as arguments, so that one process can do two things that need different values."""
     may = {
-        "cli/trials.py": "hands on which GPUs a run of several seeds or a sweep may use",
         "cli/words.py": "keeps libraries quiet, before they are imported",
         "cli/entry.py": "hears that a shell asks for completions",
         "base/ending.py": "asks whether the terminal can clear a line",

@@ -1,4 +1,4 @@
-"""Under rules 2 attention is chains and a softmax of whole rows, forward and backward, in every layout."""
+"""Under portable numerics attention is chains and a softmax of whole rows, forward and backward, in every layout."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ OPTIONS: dict[str, Callable[[int, int], Mapping[str, Any]]] = {
 
 @pytest.fixture
 def portable() -> Iterator[None]:
-    with portable_kernels(2):
+    with portable_kernels():
         yield
 
 
@@ -84,7 +84,7 @@ def test_it_is_attention(shape: str, option: str) -> None:
 def test_results_lie_in_memory_as_torchs_do() -> None:
     query, key, value = (drawn(2, 19, 4, 16, key=each).transpose(1, 2) for each in range(3))
     usual = [attended(*each) for each in ((query, key, value), (query.contiguous(), key, value.contiguous()))]
-    with portable_kernels(2):
+    with portable_kernels():
         ours = [attended(*each) for each in ((query, key, value), (query.contiguous(), key, value.contiguous()))]
     for one, other in zip(ours, usual, strict=True):
         assert [each.stride() for each in one] == [each.stride() for each in other]
@@ -151,7 +151,7 @@ def test_a_query_that_sees_no_key_gets_zeros() -> None:
 def test_float64_is_torchs() -> None:
     inputs = [drawn(2, 4, 19, 16, key=each).double() for each in range(3)]
     usual = attended(*inputs)
-    with portable_kernels(2):
+    with portable_kernels():
         assert all(map(torch.equal, attended(*inputs), usual))
 
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from ddp_core.base import fingerprint as module
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import fingerprint, fingerprint_differences
 from ddp_core.cli.compare import verdict
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.config.records import Numerics
 from ddp_core.numerics.limits import RULES, rules_of
-from ddp_core.record.environment import recorded_numerics
+from ddp_core.record.environment import recorded_experiment, recorded_numerics
 from tests.support.commands import ddp, trained
 
 CPU = torch.device("cpu")
@@ -79,29 +80,20 @@ def test_a_run_that_goes_on_with_other_numerics_is_warned_of(tmp_path: Path) -> 
 
 
 def test_a_run_is_repeated_by_the_rules_that_its_fingerprint_names() -> None:
-    for rules in (1, 2):
-        assert recorded_numerics(record("a", rules) | {"options": {"numerics": "portable"}}) == f"portable-{rules}"
-    assert recorded_numerics({"options": {}}) == "native"
-    assert [rules_of(numerics) for numerics in get_args(Numerics)] == [None, RULES, 1, 2]
+    assert (recorded_numerics(record("a", RULES)), recorded_numerics(record("a", None))) == ("portable", "native")
+    for rules, does in ((1, "no longer computes"), (RULES + 1, "does not know")):
+        with pytest.raises(UserError, match=f"portable numerics version {rules}, which this version {does}") as no:
+            recorded_numerics(record("a", rules))
+        assert no.value.exit_code == ExitCode.BAD_INPUT
+    assert [rules_of(numerics) for numerics in get_args(Numerics)] == [None, RULES]
 
 
-@pytest.mark.parametrize(
-    ("asked", "recorded", "rules"), [("portable-1", "portable-1", 1), ("portable-2", "portable", 2)]
-)
-def test_a_version_of_the_rules_is_asked_for_by_name(tmp_path: Path, asked: str, recorded: str, rules: int) -> None:
-    ended = ddp("train", "toy_mlp", "--device", "cpu", "--output", tmp_path, "--numerics", asked)
-    assert ended.code == 0, ended.errors
-    assert f"numerics portable (rules {rules}): " in ended.output
-    _, made = trained(tmp_path)
-    assert (made["options"]["numerics"], made["fingerprint"]["numerics_rules"]) == (recorded, rules)
-
-
-@pytest.mark.slow
-def test_verify_repeats_a_run_of_version_1(tmp_path: Path) -> None:
-    words = ("train", "char_transformer", "--device", "cpu", "--set", "max_steps=2", "--output", tmp_path)
-    assert ddp(*words, "--numerics", "portable-1").code == 0
-    ended = ddp("verify", trained(tmp_path)[0].path)
-    assert ended.code == 0, ended.output + ended.errors
+def test_an_experiment_that_named_a_version_of_the_rules_is_read() -> None:
+    portable = EXPERIMENT.with_settings(["numerics=portable"])
+    for named in ("portable-1", "portable-2"):
+        assert recorded_experiment({"experiment": portable.to_json() | {"numerics": named}}) == portable
+        with pytest.raises(UserError, match="numerics"):
+            EXPERIMENT.with_settings([f"numerics={named}"])
 
 
 @pytest.mark.slow

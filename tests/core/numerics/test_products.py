@@ -1,4 +1,4 @@
-"""Under rules 2 products are chains of fused multiply-adds, whatever their shape, layout or number of threads."""
+"""Portable products are chains of fused multiply-adds, whatever their shape, layout or number of threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.processes import ask
 
 @pytest.fixture(autouse=True)
 def portable() -> Iterator[None]:
-    with portable_kernels(2):
+    with portable_kernels():
         yield
 
 

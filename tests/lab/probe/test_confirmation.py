@@ -35,7 +35,7 @@ def table(confirmed_by: Sequence[confirmation.Confirmation] = ()) -> Published:
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part of a CPU is played by a process that says 3 digests agree; one of Haswell's differs."""
 
-    def command(rules: int, cpu: str, part: int) -> list[str]:
+    def command(cpu: str, part: int) -> list[str]:
         different = {"sum": "operation sum: published a, here b"} if (cpu, part) == ("Haswell", 1) else {}
         said = json.dumps({"reproduced": 3, "different": different})
         return [sys.executable, "-S", "-c", f"print({said!r})"]

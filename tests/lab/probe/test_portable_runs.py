@@ -90,7 +90,7 @@ def test_what_the_same_code_has_recorded_is_known(played: Path, monkeypatch: pyt
 
 
 def test_each_shipped_experiment_that_needs_no_download_is_trained() -> None:
-    assert portable_runs.TRAININGS.keys() == published(rules=portable_runs.RULES).training_steps.keys()
+    assert portable_runs.TRAININGS.keys() == published().training_steps.keys()
     assert portable_runs.TRAININGS.keys() <= {each.name for each in list_experiments([INSTALLED])}
 
 

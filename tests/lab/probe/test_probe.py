@@ -13,12 +13,12 @@ import torch
 
 from ddp_core.base.errors import UserError
 from ddp_core.experiment.file import INSTALLED, list_experiments, load_experiment
-from ddp_core.numerics.limits import portable_refused_by
+from ddp_core.numerics.limits import RULES, portable_refused_by
 from ddp_lab.probe import command as probe
 from ddp_lab.probe import main
 from ddp_lab.probe.command import judge, measured
 from ddp_lab.probe.operations import all_operations
-from ddp_lab.probe.published import NAMES, Published, Steps, published
+from ddp_lab.probe.published import NAME, Published, Steps, published
 from tests.support.commands import ROOT, command
 
 VERSIONS = {"torch": "2.13.0+cpu", "numpy": "2.4.6"}
@@ -28,7 +28,7 @@ needs_avx2 = pytest.mark.skipif(portable_refused_by() is not None, reason=str(po
 def table() -> Published:
     """A small table: two operations, and one short training."""
     return Published(
-        rules=1,
+        rules=2,
         torch="2.13.0",
         numpy="2.4.6",
         made_on={"cpu": "a CPU", "date": "2026-01-01"},
@@ -130,11 +130,10 @@ def test_a_table_that_cannot_be_read_is_an_error_of_one_line(tmp_path: Path) -> 
     assert published(place) == table()
 
 
-@pytest.mark.parametrize("rules", NAMES)
-def test_the_table_has_every_operation_and_knows_every_experiment(rules: int) -> None:
-    whole = published(rules=rules)
-    assert whole.rules == rules
-    assert whole.operations.keys() == all_operations(rules).keys(), f"run `make portable-digests RULES={rules}`"
+def test_the_table_has_every_operation_and_knows_every_experiment() -> None:
+    whole = published()
+    assert whole.rules == RULES
+    assert whole.operations.keys() == all_operations().keys(), "run `make portable-digests`"
     listed = {each.name for each in list_experiments([INSTALLED])}
     assert whole.training_steps.keys() <= listed
     portable = {
@@ -148,18 +147,17 @@ def test_the_page_documents_the_table_and_the_probe() -> None:
     words = set(re.findall(r"`(\w+)`", page))
     whole = published()
     assert f"reproduces all {len(whole.operations) + len(whole.training_steps)} published digests" in page
-    assert json.loads((ROOT / "docs" / "reference" / "portable-digests.json").read_text()).keys() <= words
+    assert json.loads((ROOT / "docs" / "reference" / NAME).read_text()).keys() <= words
 
 
 @needs_avx2
 @pytest.mark.skipif(published().other_torch(torch.__version__) is not None, reason="the table is of another torch")
-@pytest.mark.parametrize("rules", NAMES)
-def test_this_machine_reproduces_the_published_table(rules: int) -> None:
-    ended = command("probe", "--json", "--rules", str(rules))
+def test_this_machine_reproduces_the_published_table() -> None:
+    ended = command("probe", "--json")
     said = json.loads(ended.output)
     assert said["different"] == []
     assert (ended.code, ended.errors, said["reproduced"]) == (0, "", said["published"])
-    whole = published(rules=rules)
+    whole = published()
     assert said["published"] == len(whole.operations) + len(whole.training_steps)
     page = (ROOT / "docs" / "reference" / "portable-numerics.md").read_text()
     assert said.keys() - set(re.findall(r"`(\w+)`", page)) == set(), "documented"
@@ -169,7 +167,7 @@ def test_this_machine_reproduces_the_published_table(rules: int) -> None:
 def test_the_probe_says_what_differs_and_ends_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(probe, "published", lambda rules: table())
+    monkeypatch.setattr(probe, "published", table)
     monkeypatch.setattr(
         probe, "measured", lambda _: (VERSIONS, all_right() | {("operations", "sort"): {"digest": "d" * 64}})
     )

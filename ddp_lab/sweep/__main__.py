@@ -1,8 +1,0 @@
-"""`python -m ddp_lab.sweep`."""
-
-import sys
-
-from ddp_lab.sweep import main
-
-if __name__ == "__main__":
-    sys.exit(main())
