@@ -46,7 +46,8 @@ def rehearse(request: Request) -> int:
             began, digest = time.monotonic(), "-"
             try:
                 repeated, other = _tried(mini, layout, single if is_exact else None, children.folder / layout.label)
-                digest = _state_digest(repeated)
+                last = repeated.sums[0][max(repeated.sums[0])]
+                digest = hashlib.sha256(json.dumps(sorted(last.items())).encode()).hexdigest()[:12]
                 said[layout] = (ExitCode.DONE, "") if other is None else (DIFFERENT, other)
             except UserError as error:
                 said[layout] = (error.exit_code, str(error))
@@ -76,12 +77,6 @@ def _tried(mini: Miniature, layout: Layout, single: Training | None, folder: Pat
     repeated = mini.killed_and_resumed(layout, folder)
     require_ended(repeated, f"on {layout.label}")
     return repeated, None
-
-
-def _state_digest(repeated: Repeated) -> str:
-    """That of the whole state after the last step."""
-    last = repeated.sums[0][max(repeated.sums[0])]
-    return hashlib.sha256(json.dumps(sorted(last.items())).encode()).hexdigest()[:12]
 
 
 def _verdict(own: Layout, said: dict[Layout, tuple[int, str]], same: str) -> int:

@@ -62,7 +62,7 @@ def compare_layouts(name: str, settings: Sequence[str], data_dir: str, device: D
                 whole = asked | {"output": str(output), "reduction": "exact"} | attempt
                 train_silently(children, Asked.model_validate(whole))
             _, record = next(find_runs(output))
-            found.add(tuple(record[f"{what}_sha256"] for what in ("weights", "optimizer", "ema")))
+            found.add((record["weights_sha256"], record["optimizer_sha256"], record["ema_sha256"]))
             print(f"{title:38}  {record['weights_sha256']}  {time.monotonic() - began:5.1f} s", flush=True)
     if len(found) == 1:
         print(f"{len(layouts)} layouts, one digest of weights and buffers, one of the optimizer's state: identical")
