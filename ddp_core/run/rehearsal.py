@@ -171,9 +171,10 @@ def _key(request: Request, layout: Layout, splits: Splits) -> str | None:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def witnessed(request: Request, folder: Path, run: str, step: int, noted: Mapping[int, Sums]) -> Testimony:
-    """Train the steps after the checkpoint of `step` of a run again, and compare them with what the run has noted."""
+def witnessed(request: Request, folder: Path, run: str, step: int, file: str) -> Testimony:
+    """Train the steps after the checkpoint of `step` of a run again, and compare them with what it noted in `file`."""
     os.nice(_NICEST)  # the run trains meanwhile
+    noted = {int(number): sums for number, sums in json.loads(read_file(Path(file))).items()}
     began, place = time.monotonic(), folder / f"witness-{step}"
     asked: dict[str, Any] = {"fork": run, "at": step, "init_from": None, "only_steps": max(noted)}
 
@@ -208,6 +209,7 @@ def witnessed(request: Request, folder: Path, run: str, step: int, noted: Mappin
             why = "the same each time: the run kept something that no checkpoint holds, or a machine computed wrongly"
     finally:
         shutil.rmtree(place, ignore_errors=True)
+        Path(file).unlink(missing_ok=True)
     return Testimony(
         f"step {number}, trained again on one process from the checkpoint of step {step}, has other bits than in the "
         f"run ({named(names)}), {why}",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ddp_core.base.beneath import read_file
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 NOTED = 2
 """So many steps after a save are noted."""
-_FIRST_SECONDS = 600.0
-"""A run has trained so long before it has a witness that is not its last one."""
-_TIMES = 100.0
-"""So many times what a witness took must pass before the next one: together they take 1 % of the training time."""
+_APART_SECONDS = 600.0
+"""A run trains at least so long before its first witness and between two of them, the last one left out."""
+_APART_TIMES = 100.0
+"""And at least so many times what the one before took: together they take 1 % of the training time."""
 NOTES = "noted.json"
 """In the run directory: what the steps after the newest checkpoint with such steps have made."""
 _POLL_SECONDS = 2.0
@@ -73,9 +73,9 @@ class Witnessed(StepObserver):
         """By the step of the checkpoint (rank 0): what the steps after it have made, by their numbers."""
         self._asked: int | None = None
         """The checkpoint of the newest witness (rank 0)."""
-        self._is_asked = False
+        self._is_awaited = False
         """Whether its answer is still to come."""
-        self._saves, self._due_save, self._due_at = 0, 1, time.monotonic() + _FIRST_SECONDS
+        self._due_at = time.monotonic() + _APART_SECONDS
         self._lost: Mapping[int, Sums] = {}
         """What the interrupted run has noted of the steps after its checkpoint, by their numbers (rank 0)."""
         self._after, self._reached = 0, 0
@@ -137,21 +137,13 @@ class Witnessed(StepObserver):
             self._write(saved)
             if step == saved + NOTED and self._is_last_noted(step):
                 # It can train beside the run, so that the end need not wait for all of it.
-                self._ask(max(self._kept(), default=None))
+                self._ask()
 
     def _is_last_noted(self, step: int) -> bool:
         """Whether no save is due any more but that of the end, and the run does not wait for its witnesses."""
         trainer, end = self._trainer, self._trainer.total_steps
         is_near = step + trainer.steps_per_epoch >= end
         return is_near and not self._waits and not any(map(trainer.is_save_due, range(step + 1, end)))
-
-    def _ask(self, at: int | None) -> bool:
-        """Ask for a witness from this checkpoint, unless one is under way, was so last, or nobody could (rank 0)."""
-        if self._is_asked or at is None or at == self._asked or self._job.witness is None:
-            return self._is_asked
-        self._job.witness.ask(at, self._noted[at])
-        self._asked, self._is_asked = at, True
-        return True
 
     def _write(self, saved: int) -> None:
         """Let a run that goes on from this checkpoint know what the steps after it have made (rank 0)."""
@@ -166,7 +158,6 @@ class Witnessed(StepObserver):
         Raises UserError (2), on all ranks, where it has found other bits.
         """
         if self._is_on:
-            self._saves += 1
             if self._guard.mode == "strict":
                 self._trainer.saving.wait()  # the checkpoint to repeat from may be under way
             self._hear(is_end=False)
@@ -182,41 +173,49 @@ class Witnessed(StepObserver):
         return self._is_wanted and self._guard.checks
 
     def _hear(self, is_end: bool) -> None:
+        """Let rank 0 tell all ranks, message by message, what witnesses have found."""
+        messages = self._messages(is_end)
         while self._is_on:
             with self._guard.check(_KIND, self._trainer.state.step):
-                told = self._next(is_end) if self._is_first else None
-                found, is_more = self._job.collectives.broadcast(told)
-                if found is not None:
-                    said, differs, _ = found
+                found = self._job.collectives.broadcast(next(messages, None) if self._is_first else None)
+                if found is None:
+                    return
+                for said, differs, _ in found:
                     self._guard.figures[_KIND] = said
                     if differs:
                         raise UserError(said)
                     self._job.console.say(f"witness: {said}")
-            if not is_more:
+
+    def _messages(self, is_end: bool) -> Iterator[list[Testimony]]:
+        """What witnesses have found; an empty list now and then while one is waited for (rank 0)."""
+        job, waits = self._job, is_end or self._waits
+        while True:
+            if waits and job.stop.requested:
+                if is_end:
+                    yield [Testimony("none: the run was asked to stop")]
                 return
+            if is_end or self._guard.mode == "strict" or time.monotonic() >= self._due_at:
+                self._ask()
+            if not self._is_awaited:
+                break
+            assert job.witness is not None
+            found = job.witness.answer(min(_POLL_SECONDS, job.options.timeout / 4) if waits else 0.0)
+            if found is not None:
+                self._is_awaited = False
+                self._due_at = time.monotonic() + max(_APART_SECONDS, _APART_TIMES * found.seconds)
+            elif not waits:
+                return
+            yield [] if found is None else [found]
+        if is_end and self._asked is None:
+            yield [Testimony("none: no step came after a save that is still there")]
 
-    def _next(self, is_end: bool) -> tuple[Testimony | None, bool]:
-        """What a witness has found by now, and whether all ranks ask again at once (rank 0)."""
-        witness, waits = self._job.witness, is_end or self._waits
-        if waits and self._job.stop.requested:
-            return Testimony("none: the run was asked to stop") if is_end else None, False
-        if not self._is_asked:
-            is_late = time.monotonic() >= self._due_at and self._saves >= self._due_save
-            is_due = is_late or self._guard.mode == "strict"
-            at = max(self._kept(), default=None) if is_end or is_due else None
-            if not self._ask(at):
-                none = is_end and self._asked is None
-                return Testimony("none: no step came after a save that is still there") if none else None, False
-        assert witness is not None
-        found = witness.answer(min(_POLL_SECONDS, self._job.options.timeout / 4) if waits else 0.0)
-        if found is not None:
-            self._is_asked = False
-            self._due_at, self._due_save = time.monotonic() + _TIMES * found.seconds, 2 * self._saves
-        return found, waits and (found is None or is_end)
-
-    def _kept(self) -> list[int]:
-        """The checkpoints of which steps are noted, as far as they are still there (rank 0)."""
-        if not self._noted or self._job.directory is None:
-            return []
-        there = {each.step for each in find_checkpoints(self._job.directory / "checkpoints")}
-        return [at for at in self._noted if at in there]
+    def _ask(self) -> None:
+        """Have the newest noted steps repeated, unless they were, or a witness is at work (rank 0)."""
+        witness, directory = self._job.witness, self._job.directory
+        if self._is_awaited or not self._noted or witness is None or directory is None:
+            return
+        there = {each.step for each in find_checkpoints(directory / "checkpoints")}
+        at = max(self._noted.keys() & there, default=None)
+        if at is not None and at != self._asked:
+            witness.ask(at, self._noted[at])
+            self._asked, self._is_awaited = at, True
