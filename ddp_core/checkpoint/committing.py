@@ -49,11 +49,18 @@ class CheckpointFiles:
         self._holding = threading.Lock()
         self._fence, self._ranks, self._at = fence, ranks, at
 
-    def hold(self, step: int | None) -> bool:
-        """Remove the checkpoint of this step only after the next call; returns whether it is there."""
+    def hold(self, step: int) -> bool:
+        """Let the checkpoint of this step, and no other, stay until `let_go`; returns whether it is there."""
         with self._holding:
             self._held = step
         return any(manifests.step_of_manifest(path.name) == step for path in self.directory.iterdir())
+
+    def let_go(self, newest: Checkpoint | None) -> None:
+        """Hold none any more, and remove those that are not to be kept beside the `newest`."""
+        with self._holding:
+            held, self._held = self._held, None
+        if held is not None and newest is not None:
+            self._prune(newest, set())
 
     def only_writer(self) -> AbstractContextManager[None]:
         """A block during which no other process may write; raises Superseded where this process may not."""

@@ -161,9 +161,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if self._pending is not None and self._pending.done():
             self.wait()
 
-    def hold(self, step: int | None) -> bool:
-        """Let the checkpoint of this step stay until the next call, whatever is saved; returns whether it is there."""
+    def hold(self, step: int) -> bool:
+        """Let the checkpoint of this step, and no other, stay until `let_go`; returns whether it is there."""
         return self._files.hold(step)
+
+    def let_go(self) -> None:
+        """Remove what was held where it is none of those that stay; waits as `wait` does."""
+        self.wait()
+        self._files.let_go(self.last)
 
     def wait(self) -> None:
         """Return when nothing is being written any more; raise the error of an asynchronous save, if there was one."""

@@ -131,20 +131,20 @@ def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
 @_config(title="What is trained, and from where on")
 @click.pass_context
 def rehearse_(context: click.Context, /, **_: object) -> int:
-    """Try a long run in about a minute, before it is submitted.
+    """Try a long run in short, before it is submitted.
 
-    It takes the words of `ddp train`: put `rehearse` in the place of `train`. Data are built twice; two steps are
-    trained on every layout that fits this machine; a run is killed and resumed; the weights are exported and loaded.
-    Then it tells what time, memory and disk the whole run will take, and all warnings that two steps can know. Nothing
-    is written to --output. The exit code is 0 where the long run may be submitted.
+    It takes the words of `ddp train`: put `rehearse` in the place of `train`. The experiment is trained in miniature on
+    one process, and on every layout that fits this machine, where it is killed and resumed; all bits are compared.
+    Nothing is written to --output. The exit code is 0 where the long run may be submitted.
     """
     _quiet()
+    from ddp_core.cli.train import carry_out
+
     asked, config = asked_in(context), config_of(context)
     _require_known(None if asked.record else asked.experiment)
-    from ddp_core.cli.preflight import rehearse
-
-    with config.blamed():
-        return rehearse(asked, "ddp " + " ".join(context.obj))
+    words = context.obj if config.options is None else ["rehearse", *asked.to_words()]
+    new = asked.model_copy(update={"resume": "never"})
+    return carry_out(new, words, context.meta.get(IS_OWN_PROCESS, False), blamed=config.blamed(), is_rehearsal=True)
 
 
 @ddp.command("list")

@@ -43,11 +43,14 @@ def place_of(
     """The options that say where the run is trained again: as recorded, where nothing else is asked for."""
     recorded = record["layout"]
     kind = layout or recorded["kind"]
+    count, is_same = recorded["nnodes"] * recorded["nproc_per_node"], kind == recorded["kind"]
+    # Another layout has at least two processes or replicas.
+    count = 1 if kind == "single" else count if is_same else max(2, count)
     return {
         "layout": kind,
         "device": device or recorded["device"],
-        "nproc_per_node": nproc_per_node or _count_for(kind, recorded),
-        "shard": recorded.get("shard", "none") if kind == recorded["kind"] else "none",
+        "nproc_per_node": nproc_per_node or count,
+        "shard": recorded.get("shard", "none") if is_same else "none",
     }
 
 
@@ -121,11 +124,10 @@ def other_ddp(record: Mapping[str, Any]) -> str | None:
     there, here = record["environment"]["code"], describe_code()
     if (there["version"], there["commit"]) == (here["version"], here["commit"]):
         return None
-    return f"ddp_core is {_version(here)} here, and the run was made with {_version(there)}"
-
-
-def _version(code: Mapping[str, Any]) -> str:
-    return f"{code['version']}" + (f" at commit {code['commit'][:12]}" if code["commit"] else "")
+    versions = [
+        code["version"] + (f" at commit {code['commit'][:12]}" if code["commit"] else "") for code in (here, there)
+    ]
+    return f"ddp_core is {versions[0]} here, and the run was made with {versions[1]}"
 
 
 def _check_data(directory: RunDirectory, record: Mapping[str, Any], asked: Asked) -> None:
@@ -154,11 +156,3 @@ def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> Path
     if weights_digest(read_weights(file)) != weights.sha256:
         raise Different(f"different start: {file} holds other weights than those that the run began with")
     return file
-
-
-def _count_for(kind: LayoutKind, recorded: Mapping[str, Any]) -> int:
-    """The number of processes or replicas: 1 for single, else the recorded number, and at least 2 on another layout."""
-    if kind == "single":
-        return 1
-    count: int = recorded["nnodes"] * recorded["nproc_per_node"]
-    return count if kind == recorded["kind"] else max(2, count)

@@ -36,8 +36,9 @@ def carry_out(
     is_dry_run: bool = False,
     blamed: AbstractContextManager[None] = nullcontext(),  # noqa: B008
     evaluated: Callable[[], Evaluated] | None = None,
+    is_rehearsal: bool = False,
 ) -> int:
-    """Train as asked, or for a dry run say what that would do; returns the exit code.
+    """Train as asked, or for a dry run say what that would do, or only rehearse it; returns the exit code.
 
     `words`: the command line without `ddp`. `is_own_process`: whether this process ends with the command. `blamed`: the
     context in which an error about a setting names the file of --config. `evaluated`: called once torch may be loaded;
@@ -64,6 +65,10 @@ def carry_out(
         from ddp_core.cli.dry_run import dry_run
 
         return dry_run(request)
+    if is_rehearsal:
+        from ddp_core.cli.rehearse import rehearse
+
+        return rehearse(request)
     name = request.options.stop_signal
     early_signals = [signal_named(name)] if name else []
     with stops_at_once(*early_signals, prints=world.is_first):

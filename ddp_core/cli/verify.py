@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp_core.base.digests import weights_digest
+from ddp_core.base.digests import checksum, weights_digest
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.base.files import is_file
 from ddp_core.base.fingerprint import fingerprint_differences
@@ -24,6 +24,7 @@ from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import portable_cpu
 from ddp_core.record.guarded import broken_promise, what_broke_it
 from ddp_core.record.weights import WEIGHTS, exchanged_weights, read_weights
+from ddp_core.trainers.noting import first_other, named
 
 
 def verify_run(
@@ -32,10 +33,7 @@ def verify_run(
     """Repeat the run at `path`, on its own layout or another; returns 0 when all that is compared has the same bits.
 
     That is the weights, their average, and where the promise covers it the optimizer's state and the last evaluation.
-
-    `path`: a directory with a run's run.json, source/ and model.safetensors. Where it also holds metrics.jsonl and
-    data.json, a difference is placed: at which step, or in which part of the data. Raises UserError for a run that
-    cannot be repeated, or whose repetition fails.
+    Raises UserError for a run that cannot be repeated, or whose repetition fails.
     """
     directory = RunDirectory(path)
     record = directory.read()
@@ -139,84 +137,57 @@ def _judge(directory: RunDirectory, record: Mapping[str, Any], again: RunDirecto
     other = fingerprint_differences(repeated["fingerprint"], record["fingerprint"])
     broken = broken_promise(record) or broken_promise(repeated)
     ends = [how_it_ended(each.get("ended_early")) or "was trained to its last step" for each in (record, repeated)]
-    if all(record.get(name) == repeated[name] for name in ("weights_sha256", "ema_sha256")):
-        differs = f" (although the fingerprint differs: {other[0]})" if other else _on_another_cpu(record, repeated)
-        if repeated.get("ended_early"):
-            print(f"both      {ends[1]}")
-        is_promised = not other and not broken
-        has_optimizer = is_promised and None not in (record["optimizer_sha256"], repeated["optimizer_sha256"])
-        if has_optimizer and record["optimizer_sha256"] != repeated["optimizer_sha256"]:
-            print("different state of the optimizer, though the weights are identical")
-            return DIFFERENT
-        figure = _other_figure(record["result"], repeated["result"]) if is_promised else None
-        if figure is not None:
-            print(f"different figures, though the weights are identical: {figure}")
-            return DIFFERENT
-        covered = {
-            "weights and buffers": True,
-            "their average": record.get("ema_sha256") is not None,
-            "optimizer's state": has_optimizer,
-            "last evaluation": is_promised and any(name.startswith("test_") for name in record["result"]),
-        }
-        print(f"compared  {', '.join(what for what, is_so in covered.items() if is_so)}")
-        print(f"identical{differs}{f', but {broken}' if broken else ''}")
-        return ExitCode.DONE
-    causes = [f"another fingerprint, which the promise does not cover: {'; '.join(other)}"] if other else []
-    if (ddp := other_ddp(record)) is not None:
-        causes.insert(0, f"other code: {ddp}")
-    if ends[0] != ends[1]:
-        causes.insert(
-            0,
+    if any(record.get(name) != repeated[name] for name in ("weights_sha256", "ema_sha256")):
+        causes = {
+            f"a {broken}": broken,
+            "a data set that gives other items at each read": record["data_sha256"] is None,
             f"another end: the run {ends[0]}; the repetition {ends[1]}. A callback asks by something else than the "
-            "figures and weights of the training, such as a clock",
-        )
-    if record["data_sha256"] is None:
-        causes.insert(0, "a data set that gives other items at each read")
-    if broken:
-        causes.insert(0, f"a {broken}")
-    if causes:
-        print(f"different, under {'; and under '.join(causes)}")
-    else:
-        print(f"different under the same fingerprint: {_first_difference(directory, again)}")
-    return DIFFERENT
-
-
-def _other_figure(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """The first figure of the last evaluation that the repetition has and the record has not alike, in words."""
-    for name in there.keys() & here.keys():
-        if name.startswith(("test_", "ema_test_")) and there[name] != here[name]:
-            return f"{name} is {here[name]} here, and was {there[name]}"
-    return None
-
-
-def _on_another_cpu(record: Mapping[str, Any], repeated: Mapping[str, Any]) -> str:
-    """The end of a verdict that names the CPUs of a run with portable numerics and its repetition, if these differ."""
-    there, here = portable_cpu(record), portable_cpu(repeated)
-    return f", on another kind of CPU: here {here}, there {there}" if here != there else ""
+            "figures and weights of the training, such as a clock": ends[0] != ends[1],
+            f"other code: {other_ddp(record)}": other_ddp(record),
+            f"another fingerprint, which the promise does not cover: {'; '.join(other)}": other,
+        }
+        under = "; and under ".join(cause for cause, is_so in causes.items() if is_so)
+        where = f", under {under}" if under else f" under the same fingerprint: {_first_difference(directory, again)}"
+        print(f"different{where}")
+        return DIFFERENT
+    if repeated.get("ended_early"):
+        print(f"both      {ends[1]}")
+    is_promised = not other and not broken
+    has_optimizer = is_promised and None not in (record["optimizer_sha256"], repeated["optimizer_sha256"])
+    if has_optimizer and record["optimizer_sha256"] != repeated["optimizer_sha256"]:
+        print("different state of the optimizer, though the weights are identical")
+        return DIFFERENT
+    there, here = (
+        {name: value for name, value in each["result"].items() if name.startswith(("test_", "ema_test_"))}
+        for each in (record, repeated)
+    )
+    figures = [name for name in there.keys() & here.keys() if is_promised and there[name] != here[name]]
+    if figures:
+        was = f"{figures[0]} is {here[figures[0]]} here, and was {there[figures[0]]}"
+        print(f"different figures, though the weights are identical: {was}")
+        return DIFFERENT
+    covered = {
+        "weights and buffers": True,
+        "their average": record.get("ema_sha256") is not None,
+        "optimizer's state": has_optimizer,
+        "last evaluation": is_promised and there,
+    }
+    print(f"compared  {', '.join(what for what, is_so in covered.items() if is_so)}")
+    differs = f" (although the fingerprint differs: {other[0]})" if other else ""
+    if not other and (cpus := [portable_cpu(each) for each in (repeated, record)])[0] != cpus[1]:
+        differs = f", on another kind of CPU: here {cpus[0]}, there {cpus[1]}"
+    print(f"identical{differs}{f', but {broken}' if broken else ''}")
+    return ExitCode.DONE
 
 
 def _first_difference(ours: RunDirectory, theirs: RunDirectory) -> str:
-    """In words: the first step at which the recorded digests differ, the losses there, the gap of the final weights."""
-    here, there = ({entry["step"]: entry for entry in read_metrics(run.metrics, "digest")} for run in (ours, theirs))
-    for step in sorted(here.keys() & there.keys()):
-        if here[step].get("weights_sha256") != there[step].get("weights_sha256"):
-            losses = [
-                {entry["step"]: entry.get("loss") for entry in read_metrics(run.metrics, "step")}.get(step)
-                for run in (ours, theirs)
-            ]
-            gap = f", loss {losses[0]:.9g} against {losses[1]:.9g}" if None not in losses else ""
-            return f"the weights part at or before step {step}{gap}{_weight_gap(ours, theirs)}"
-    return f"the digests of all steps recorded agree{_weight_gap(ours, theirs)}"
-
-
-def _weight_gap(ours: RunDirectory, theirs: RunDirectory) -> str:
-    """In words: the parameter or buffer whose final values differ the most, and by how much."""
-    here, there = (read_weights(run.path / WEIGHTS) for run in (ours, theirs))
-    alike = [
-        name for name in here.keys() & there.keys() if here[name].shape == there[name].shape and here[name].numel()
-    ]
-    gaps = {name: (here[name].double() - there[name].double()).abs().max().item() for name in alike}
-    if not gaps:
-        return ""
-    worst = max(gaps, key=lambda name: gaps[name])
-    return f"; at the end {worst} differs by up to {gaps[worst]:.3g}"
+    """In words: the first step at which the recorded digests differ, and what differs in the final weights."""
+    here, there = (
+        {entry["step"]: entry.get("weights_sha256") for entry in read_metrics(run.metrics, "digest")}
+        for run in (ours, theirs)
+    )
+    parted = [step for step in sorted(here.keys() & there.keys()) if here[step] != there[step]]
+    sums = [{name: checksum(each) for name, each in read_weights(run.path / WEIGHTS).items()} for run in (ours, theirs)]
+    first = f"the weights part at or before step {parted[0]}" if parted else "the digests of all steps recorded agree"
+    other = first_other({0: sums[0]}, {0: sums[1]}, is_part=False)
+    return first + (f"; at the end {named(other[1])} differ" if other else "")

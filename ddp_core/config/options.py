@@ -97,7 +97,7 @@ class ExperimentOptions(Frozen):
         default=None, description="Train the experiment that this file records; its own file gives the functions only."
     )
     only_steps: Annotated[Steps | None, CommandLine(hidden=True)] = Field(
-        default=None, description="Only try the run: end after so many steps, as if they were all (`ddp rehearse`)."
+        default=None, description="Only try the run: end after so many steps, as if they were all."
     )
     miniature: Annotated[bool, CommandLine(hidden=True)] = Field(
         default=False, description="Train two epochs of a few steps in the place of the whole run."

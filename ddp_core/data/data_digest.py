@@ -27,6 +27,8 @@ SAMPLED = 64
 """Items of each split that are read where the builder gives neither a digest nor files."""
 _READ_TWICE = 8
 """How many of these items, in each split, are read again, to see whether they are the same."""
+_MOST_READ_TWICE = 1000
+"""How many training samples are read twice where a run has met other bits."""
 MOST_BYTES = 4 << 30
 """How much is read at each start where the builder names files: some seconds on a local disk."""
 _THREADS = 8
@@ -80,9 +82,23 @@ def digest_items(splits: Splits) -> DataDigest:
     return _of_parts(" and ".join(sizes), parts, sampled)
 
 
-def _sample(size: int) -> list[int]:
+def unsteady_sample(splits: Splits) -> int | None:
+    """The first training sample that is another one when it is read again, of a thousand; None where none is.
+
+    Each read begins with the same state of the random generators, as each does in training.
+    """
+
+    def read(index: int) -> str:
+        with generators_kept(), user_code("your data set"):
+            return _item_digest(splits.train, index)
+
+    ids = _sample(len(splits.train), _MOST_READ_TWICE)
+    return next((index for index in ids if read(index) != read(index)), None)
+
+
+def _sample(size: int, most: int = SAMPLED) -> list[int]:
     """Indices spread over the data set, the same ones for every run on as many samples."""
-    return sorted(Permutation(size, (SAMPLED,))(range(min(size, SAMPLED))).tolist())
+    return sorted(Permutation(size, (SAMPLED,))(range(min(size, most))).tolist())
 
 
 def _item_digest(dataset: Dataset, index: int) -> str:

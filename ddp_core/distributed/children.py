@@ -108,15 +108,12 @@ class Children:
         self._living.remove(process)
         self._tell()
 
-    def ddp(self, words: Sequence[str], limit: float | None = None) -> Ended:
-        """Run a `ddp` command to its end.
-
-        Raises subprocess.TimeoutExpired, with the command ended, where it takes longer than `limit` seconds.
-        """
+    def ddp(self, words: Sequence[str]) -> Ended:
+        """Run a `ddp` command to its end."""
         heard: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with self.start([sys.executable, "-m", "ddp_core", *words], **heard, errors="replace") as process:
             try:
-                output, errors = process.communicate(timeout=limit)
+                output, errors = process.communicate()
             finally:
                 self.end(process)
         return Ended(process.returncode, output, errors)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ddp_core.config.layout import Layout
 from ddp_core.run.miniature import LIMIT, Miniature
-from ddp_core.run.rehearsal import other_bits
-from ddp_core.run.repeat import Repeated
+from ddp_core.run.repeat import Repeated, other_bits
 from ddp_core.trainers.noting import named
 
 _WAY_OUT = "or go on with --on-difference warn"

@@ -27,16 +27,17 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import make_directory, replace_file
 from ddp_core.base.fingerprint import fingerprint
 from ddp_core.config.cut import BatchCut
+from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import Layout
-from ddp_core.data.data_digest import digest_items
+from ddp_core.data.data_digest import ADVICE, digest_items, unsteady_sample
 from ddp_core.data.splits import Splits
 from ddp_core.experiment.request import Request, build_splits
 from ddp_core.experiment.source import collect
 from ddp_core.numerics.limits import rules_of
 from ddp_core.run.miniature import LIMIT, Miniature
-from ddp_core.run.repeat import Repeated, Training, elsewhere
+from ddp_core.run.repeat import Repeated, Training, elsewhere, other_bits
 from ddp_core.trainers.noting import Sums, first_other, named
-from ddp_core.trainers.witness import Testimony
+from ddp_core.trainers.testimony import Testimony
 
 FOLDER = ".rehearsed"
 """In the output folder: a file for each rehearsal whose verdict is kept."""
@@ -46,30 +47,31 @@ _NICEST = 19
 
 def rehearse(request: Request, folder: Path) -> Testimony:
     """Rehearse the request, or find that this was done; `folder` gets files that are needed no longer."""
-    began, layout = time.monotonic(), _fitting(request)
+    began, place = time.monotonic(), folder / "rehearsal"
+    layout = fitting(request.loaded.experiment, request.layout)
     if layout is None:
         return Testimony("not rehearsed: its layout does not fit this machine")
     try:
         splits = build_splits(request.loaded, Path(request.options.data_dir))
         key = _key(request, layout, splits)
+        if key is None:
+            return Testimony("not rehearsed: its data are others at each read")
+        file = Path(request.options.output) / FOLDER / f"{key}.json"
+        mini = Miniature.of(request, len(splits.train))
+        resumed = ", killed and resumed," if mini.killed_after else ""
+        there = "another" if layout.kind == "single" else layout.label
+        same = f"one process and {there}{resumed} have the same bits"
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            kept = json.loads(read_file(file))
+            return Testimony(f"rehearsed on {kept['date']}: {same}")
+        with alone(mini, place) as single:
+            _, other = compared(mini, layout, single, place)
     except UserError as error:
         return Testimony(f"not rehearsed: {error}")
-    if key is None:
-        return Testimony("not rehearsed: its data are others at each read")
-    file = Path(request.options.output) / FOLDER / f"{key}.json"
-    mini = Miniature.of(request, len(splits.train))
-    resumed = ", killed and resumed," if mini.killed_after else ""
-    there = "another" if layout.kind == "single" else layout.label
-    same = f"one process and {there}{resumed} have the same bits"
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        kept = json.loads(read_file(file))
-        return Testimony(f"rehearsed on {kept['date']}: {same}")
-    try:
-        found = _compared(mini, layout, folder / "rehearsal")
     finally:
-        shutil.rmtree(folder / "rehearsal", ignore_errors=True)
-    if found is not None:
-        return found
+        shutil.rmtree(place, ignore_errors=True)
+    if other is not None:
+        return Testimony(other, differs=True)
     with contextlib.suppress(OSError):
         make_directory(file.parent)
         date = datetime.now(UTC).date().isoformat()
@@ -77,46 +79,67 @@ def rehearse(request: Request, folder: Path) -> Testimony:
     return Testimony(f"rehearsed in {time.monotonic() - began:.1f} s: {same}")
 
 
-def _compared(mini: Miniature, layout: Layout, folder: Path) -> Testimony | None:
-    """Train the miniature alone and on the layout; None where all of both was the same."""
-    # Both may begin within one second, which a seed made of whole seconds would not show.
-    alone = mini.training(Layout(device=layout.device), folder / "single", {"clock_ahead": True}, workers=0)
-    try:
-        asked = mini.killed_and_resumed(layout, folder / "asked")
-    finally:
-        single = alone.wait(LIMIT)
-    if not single.sums[0]:
-        return Testimony("not rehearsed: the miniature has noted no step")
-    if not single.code and asked.code == ExitCode.BAD_INPUT and max(asked.sums[0], default=0) >= mini.killed_after > 0:
-        return Testimony(f"a resume would not continue this run: {asked.said}", differs=True)
-    for what, each in (("on one process", single), (f"on {layout.label}", asked)):
-        if each.code:
-            return Testimony(f"not rehearsed: the miniature {what} ended with {each.code}: {each.said}")
-    found = other_bits(single, asked)
+def alone(mini: Miniature, folder: Path) -> Training:
+    """Begin to train the miniature in one process, without an interruption."""
+    # Another training may begin within the same second, which a seed made of whole seconds would not show.
+    place = folder / "single"
+    return mini.training(Layout(device=mini.request.layout.device), place, {"clock_ahead": True}, workers=0)
+
+
+def compared(mini: Miniature, layout: Layout, single: Training, folder: Path) -> tuple[Repeated, str | None]:
+    """The miniature on the layout, killed and resumed; and what is other there than in a `single` process, in words.
+
+    Raises UserError, with its exit code, where one of the two has failed, or data are others at each read.
+    """
+    asked, reference = mini.killed_and_resumed(layout, folder / "asked"), single.wait(LIMIT)
+    has_resumed = max(asked.sums[0], default=0) >= mini.killed_after > 0
+    if not reference.code and asked.code == ExitCode.BAD_INPUT and has_resumed:
+        return asked, f"a resume would not continue this run: {asked.said}"
+    require_ended(reference, "on one process")
+    require_ended(asked, f"on {layout.label}")
+    if not reference.sums[0]:
+        raise UserError("the miniature has noted no step")
+    found = other_bits(reference, asked)
     if found is None:
-        return None
+        return asked, None
+    if (random := _random_data(mini.request)) is not None:
+        raise UserError(random)
     from ddp_core.run.explaining import explained
 
-    return Testimony(explained(mini, layout, folder, single, *found), differs=True)
+    return asked, explained(mini, layout, folder, reference, *found)
 
 
-def other_bits(single: Repeated, other: Repeated) -> tuple[int, list[str]] | None:
-    """The first step in which any rank of `other` has something else than the one process, and the names of it."""
-    by_rank = [first_other(single.sums[0], sums, is_part=rank > 0) for rank, sums in enumerate(other.sums)]
-    found = [each for each in by_rank if each is not None]
-    return min(found, key=lambda each: each[0], default=None)
+def require_ended(repeated: Repeated, where: str) -> None:
+    """Raise UserError, with its exit code, for a miniature that has failed `where` it was trained."""
+    if repeated.code:
+        code = ExitCode(repeated.code) if repeated.code in set(ExitCode) else ExitCode.INTERNAL
+        raise UserError(f"the miniature {where} ended with {repeated.code}: {repeated.said}", code)
 
 
-def _fitting(request: Request) -> Layout | None:
-    """The layout asked for with four ranks or replicas at most, all on this machine; None where none can be had."""
-    wanted = request.layout
+def _random_data(request: Request) -> str | None:
+    """Which sample is another one when it is read again, in words; None where none of them is.
+
+    A strict guard, which refuses such data, does not ask.
+    """
+    if request.options.guard == "strict":
+        return None
+    with contextlib.suppress(UserError):
+        number = unsteady_sample(build_splits(request.loaded, Path(request.options.data_dir)))
+        if number is not None:
+            what = f"training sample {number} is another one at each read, so no result can be repeated to the bit"
+            return f"{what}; {ADVICE}"
+    return None
+
+
+def fitting(experiment: Experiment, wanted: Layout) -> Layout | None:
+    """The layout with four ranks or replicas at most, all on this machine; None where none can be had."""
     if wanted.kind == "single":
         return wanted
     places = torch.cuda.device_count() if wanted.device == "cuda" else _MOST_RANKS
     for count in range(min(_MOST_RANKS, places, wanted.nnodes * wanted.nproc_per_node), 0, -1):
         layout = wanted.model_copy(update={"nnodes": 1, "nproc_per_node": count})
         with contextlib.suppress(UserError):
-            if layout.shares <= BatchCut.of(request.loaded.experiment, layout).micro_batches:
+            if layout.shares <= BatchCut.of(experiment, layout).micro_batches:
                 return layout
     return None
 
@@ -141,18 +164,19 @@ def _key(request: Request, layout: Layout, splits: Splits) -> str | None:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def witnessed(request: Request, folder: Path, run: str, step: int, noted: Mapping[int, Sums]) -> Testimony:
-    """Train the steps after the checkpoint of `step` of a run again, and compare them with what the run has noted."""
+def witnessed(request: Request, folder: Path, run: str, step: int, file: str) -> Testimony:
+    """Train the steps after the checkpoint of `step` of a run again, and compare them with what it noted in `file`."""
     os.nice(_NICEST)  # the run trains meanwhile
+    noted = {int(number): sums for number, sums in json.loads(read_file(Path(file))).items()}
     began, place = time.monotonic(), folder / f"witness-{step}"
     asked: dict[str, Any] = {"fork": run, "at": step, "init_from": None, "only_steps": max(noted)}
 
     def again(layout: Layout, name: str, **options: Any) -> Repeated:
         return Training(elsewhere(request, layout, place / name, asked, **options), place / name).wait(LIMIT)
 
-    alone = Layout(device=request.layout.device)
+    one = Layout(device=request.layout.device)
     try:
-        repeated = again(alone, "once", workers=0)
+        repeated = again(one, "once", workers=0)
         seconds = time.monotonic() - began
         if repeated.code:
             why = f"one process that went on from step {step} ended with {repeated.code}: {repeated.said}"
@@ -162,18 +186,23 @@ def witnessed(request: Request, folder: Path, run: str, step: int, noted: Mappin
             said = f"steps after that of {step}, trained again on one process in {seconds:.1f} s: the same bits"
             return Testimony(said, seconds=seconds)
         number, names = found
-        twice = again(alone, "twice", workers=0)
+        twice = again(one, "twice", workers=0)
         if not twice.code and other_bits(repeated, twice) is not None:
+            if (random := _random_data(request)) is not None:
+                return Testimony(f"none: {random}", seconds=seconds)
             why = (
                 "and others each time: something draws from a source of true randomness or reads a clock, or this "
                 "machine computes wrongly"
             )
-        elif _fitting(request) == request.layout != alone and _is_noted(noted, again(request.layout, "there")):
+        elif fitting(request.loaded.experiment, request.layout) == request.layout != one and _is_noted(
+            noted, again(request.layout, "there")
+        ):
             why = f"and {request.layout.label} has those of the run: the result depends on the layout"
         else:
             why = "the same each time: the run kept something that no checkpoint holds, or a machine computed wrongly"
     finally:
         shutil.rmtree(place, ignore_errors=True)
+        Path(file).unlink(missing_ok=True)
     return Testimony(
         f"step {number}, trained again on one process from the checkpoint of step {step}, has other bits than in the "
         f"run ({named(names)}), {why}",

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from ddp_core.base.errors import ExitCode
 from ddp_core.base.process import die_with_parent
@@ -26,7 +26,7 @@ from ddp_core.config.layout import Layout
 from ddp_core.distributed.reports import without_caller
 from ddp_core.distributed.world import World, free_port, without_launch
 from ddp_core.experiment.request import Request
-from ddp_core.trainers.noting import Sums, read_notes
+from ddp_core.trainers.noting import Sums, first_other, read_notes
 
 _FORK = multiprocessing.get_context("fork")
 _POLL_SECONDS = 0.01
@@ -52,6 +52,13 @@ class Repeated:
     """By rank, what each step has made of the state, by the number of steps done."""
 
 
+def other_bits(single: Repeated, other: Repeated) -> tuple[int, list[str]] | None:
+    """The first step in which any rank of `other` has something else than the one process, and the names of it."""
+    by_rank = [first_other(single.sums[0], sums, is_part=rank > 0) for rank, sums in enumerate(other.sums)]
+    found = [each for each in by_rank if each is not None]
+    return min(found, key=lambda each: each[0], default=None)
+
+
 class _Process(Protocol):
     def poll(self) -> int | None: ...
 
@@ -62,6 +69,8 @@ def elsewhere(request: Request, layout: Layout, folder: Path, asked: Mapping[str
     """The request, trained on `layout` with its output below `folder`; `asked` and `options` change fields of both."""
     assert request.asked is not None
     changed: dict[str, Any] = {**_OWN_WAY, "output": str(folder / "runs"), **options}
+    if layout.kind == "dp":
+        changed["cuda_graph"] = False  # its threads cannot record one
     whole = {"noted_in": str(folder / "notes"), **asked}
     return replace(
         request,
@@ -74,7 +83,7 @@ def elsewhere(request: Request, layout: Layout, folder: Path, asked: Mapping[str
 
 
 class Training:
-    """Ranks of a request that train on this machine; `wait` for them, or `close` to end them.
+    """Ranks of a request that train on this machine; `wait` for them. What still trains at the end of a block is ended.
 
     `folder` is theirs alone: it gets the request, what each rank prints, the notes and the run directory.
     """
@@ -92,31 +101,36 @@ class Training:
             log = folder / f"rank-{rank}.log"
             self._processes.append(start([str(self._file)], _environment(world, ranks > 1 or _is_ddp(request)), log))
 
-    def wait(self, limit: float | None = None) -> Repeated:
-        """What became of them; those that run on after `limit` seconds, or when one has failed, are ended."""
-        deadline = None if limit is None else time.monotonic() + limit
-        codes = [each.poll() for each in self._processes]
-        while None in codes:
-            now = time.monotonic()
-            if any(codes) and (deadline is None or deadline > now + _CONSEQUENCE_SECONDS):
-                deadline = now + _CONSEQUENCE_SECONDS
-            if deadline is not None and now > deadline:
-                self.close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+        while None in self._codes():
             time.sleep(_POLL_SECONDS)
-            codes = [each.poll() for each in self._processes]
+
+    def wait(self, limit: float) -> Repeated:
+        """What became of them; those that run on after `limit` seconds, or when one has failed, are ended."""
+        deadline = time.monotonic() + limit
+        with self:
+            while None in (codes := self._codes()) and time.monotonic() < deadline:
+                if any(codes):
+                    deadline = min(deadline, time.monotonic() + _CONSEQUENCE_SECONDS)
+                time.sleep(_POLL_SECONDS)
         # A rank that has lost another one tells of a consequence.
         failed = sorted((code == ExitCode.PEERS_LOST, rank) for rank, code in enumerate(codes) if code)
         code, said = ExitCode.DONE.value, ""
         if failed:
             rank = failed[0][1]
             code, said = int(codes[rank] or 0), _last_line(self._folder / f"rank-{rank}.log")
+        elif None in codes:
+            code, said = ExitCode.PEERS_LOST.value, f"it has not ended within {limit:.0f} s"
         ranks = range(len(self._processes))
         return Repeated(code, said, [read_notes(self._folder / "notes", rank) for rank in ranks])
 
-    def close(self) -> None:
-        """End all of them at once."""
-        for process in self._processes:
-            process.kill()
+    def _codes(self) -> list[int | None]:
+        return [each.poll() for each in self._processes]
 
 
 def _is_ddp(request: Request) -> bool:

@@ -25,10 +25,9 @@ from ddp_core.base.process import die_with_parent
 from ddp_core.distributed.reports import tell_user
 from ddp_core.experiment.request import Request
 from ddp_core.model.optimizers import load_for_optimizers
-from ddp_core.trainers.noting import Sums
-from ddp_core.trainers.witness import Testimony
+from ddp_core.run.asking import ADDRESS, connected
+from ddp_core.trainers.testimony import Testimony
 
-_ADDRESS = "DDP_REPEATER"
 _ENDING_SECONDS = 5.0
 _FORK = multiprocessing.get_context("fork")
 
@@ -70,11 +69,11 @@ def _repeater(request: Request) -> Iterator[None]:
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    os.environ[_ADDRESS] = address
+    os.environ[ADDRESS] = address
     try:
         yield
     finally:
-        os.environ.pop(_ADDRESS, None)
+        os.environ.pop(ADDRESS, None)
         process.terminate()
         process.join(_ENDING_SECONDS)
         process.kill()
@@ -84,43 +83,11 @@ def _repeater(request: Request) -> Iterator[None]:
 
 def _rehearsed() -> Testimony:
     try:
-        with _connected() as connection:
+        with connected() as connection:
             connection.send(("rehearse", ()))
             return Testimony(*connection.recv())
     except (EOFError, OSError):
         return Testimony("not rehearsed: its process has ended")
-
-
-def _connected() -> Connection:
-    """Raises OSError where there is no repeater."""
-    address = os.environ.get(_ADDRESS)
-    if address is None:
-        raise FileNotFoundError("no repeater was begun")
-    client = socket.socket(socket.AF_UNIX)
-    client.connect(address)
-    return Connection(client.detach())
-
-
-class OverSocket:
-    """The witness of a run, which the repeater of this machine is; see `Witness` in ddp_core/trainers/witness.py."""
-
-    def __init__(self, run: Path) -> None:
-        self._run = run
-        self._connection: Connection | None = None
-
-    def ask(self, step: int, noted: Mapping[int, Sums]) -> None:
-        with contextlib.suppress(OSError):
-            self._connection = _connected()
-            sums = {number: dict(each) for number, each in noted.items()}
-            self._connection.send(("witness", (str(self._run.absolute()), step, sums)))
-
-    def answer(self, seconds: float) -> Testimony | None:
-        if self._connection is None:
-            return Testimony("none: nobody here could train steps of this run again")
-        try:
-            return Testimony(*self._connection.recv()) if self._connection.poll(seconds) else None
-        except (EOFError, OSError):
-            return Testimony("none: its process has ended")
 
 
 def _serve(request: Request, listener: socket.socket, folder: Path) -> None:

@@ -30,10 +30,10 @@ from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepObserver
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.run_record import Origin, RunRecord
+from ddp_core.run.asking import OverSocket
 from ddp_core.run.beginning import Kept, begun
 from ddp_core.run.live import LiveRecovery, require_told_once
 from ddp_core.run.memory import require_room
-from ddp_core.run.repeater import OverSocket
 from ddp_core.run.resuming import (
     by_rank_0,
     choose_checkpoint,

@@ -66,11 +66,6 @@ class Ownership(ABC):
         """Load a state_dict of the module as it is on one process, which may have CutTensors with all pieces."""
         self.module.load_state_dict(whole_tensors(state))
 
-    def whole_gradients(self) -> dict[str, Tensor] | None:
-        """The gradients that the next update uses, by the parameters' names; those that are cut are in host memory."""
-        named = self.module.named_parameters()
-        return {name: each.grad for name, each in named if each.requires_grad and each.grad is not None}
-
     def whole_on_first(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """A state with CutTensors as one process has it, in host memory; None on all ranks but the first."""
         return state

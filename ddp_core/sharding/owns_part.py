@@ -62,23 +62,6 @@ class OwnsPart(Ownership):
         """Run forward and backward of any micro-batch inside; its gradients do not count."""
         return contextlib.nullcontext()
 
-    def whole_gradients(self) -> dict[str, Tensor] | None:
-        own = {each.name: each.tensor.grad for each in self.owned if each.tensor is not None}
-        dtypes = {name: gradient.dtype for name, gradient in own.items() if gradient is not None}
-        everyones = [dtypes]
-        if self.group is not None:
-            everyones *= self.group.size()
-            dist.all_gather_object(everyones, dtypes, group=self.group)
-        # A rank that owns nothing of a parameter hears from others whether it has a gradient.
-        found = {name: dtype for theirs in everyones for name, dtype in theirs.items()}
-        cuts = {}
-        for each in self.owned:
-            if each.name in found:
-                gradient = own.get(each.name)
-                mine = None if gradient is None else gradient.view(-1)[each.inside]
-                cuts[each.name] = each.cut_tensor(mine, found[each.name])
-        return whole_on_first(cuts, self.group, self.device)
-
     def whole_on_first(self, state: dict[str, Any]) -> dict[str, Any] | None:
         return whole_on_first(state, self.group, self.device)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,9 +22,7 @@ from ddp_core.observe.callback import Callback
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepObserver
 from ddp_core.trainers.own_metrics import OwnMetrics
-
-if TYPE_CHECKING:
-    from ddp_core.trainers.witness import Witness
+from ddp_core.trainers.testimony import Witness
 
 
 @dataclass(frozen=True)

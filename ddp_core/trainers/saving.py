@@ -24,7 +24,7 @@ class Saving(StepObserver):
 
     def __init__(self, job: Job, state: TrainState, clock: StepClock, steps_per_epoch: int, total_steps: int) -> None:
         self._job, self._state, self._clock = job, state, clock
-        self._steps_per_epoch, self._total_steps = steps_per_epoch, total_steps
+        self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps
         self._every = job.options.checkpoint_every
         self._counts: dict[str, int] = {}
         """How many writes torch has counted for each parameter, as this step began."""
@@ -68,12 +68,12 @@ class Saving(StepObserver):
         Also where one is kept for an audit.
         """
         kept = self._job.kept_every
-        return step % (self._every or self._steps_per_epoch) == 0 or (kept is not None and step % kept == 0)
+        return step % (self._every or self.steps_per_epoch) == 0 or (kept is not None and step % kept == 0)
 
     def may_save(self, step: int) -> bool:
         """Whether a checkpoint may be saved after `step` steps: also the best one after an epoch, and the last one."""
-        is_last = step == self._total_steps or self._state.ended_early is not None
-        return self.is_due(step) or step % self._steps_per_epoch == 0 or is_last
+        is_last = step == self.total_steps or self._state.ended_early is not None
+        return self.is_due(step) or step % self.steps_per_epoch == 0 or is_last
 
     def _writes(self) -> dict[str, int]:
         return {name: writes_to(parameter) for name, parameter in self._state.model.named_parameters()}
@@ -127,7 +127,7 @@ class Saving(StepObserver):
                     job.checkpointer.save(
                         state.state_dict(in_parts=job.layout.saves_in_parts),
                         step=state.step,
-                        epoch=state.step // self._steps_per_epoch,
+                        epoch=state.step // self.steps_per_epoch,
                         metadata={"experiment_sha256": job.experiment.digest(), "layout": job.layout.label},
                         metric=state.best if best else None,
                         best=best,

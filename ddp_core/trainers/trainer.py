@@ -119,7 +119,7 @@ class Trainer(ABC):
         self.callbacks = CallbackCalls(job, self.state)
         called = [self.callbacks] if self.callbacks.has_any else []
         self.guard = Guard(job, self.state, self.clock, self.saving)
-        self.witnessed = Witnessed(self)  # it asks the guard
+        self.witnessed = Witnessed(job, self.state, self.saving, self.guard)
         notes: list[StepNotes] = []
         if job.noted_in is not None:
             notes = [StepNotes(self.state, job.layout.saves_in_parts, job.in_miniature, job.noted_in, world.rank)]

@@ -11,50 +11,30 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping
 
 from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import replace_file
-from ddp_core.checkpoint import find_checkpoints
 from ddp_core.observe.step import StepBatch, StepObserver
+from ddp_core.trainers.checks import Guard
+from ddp_core.trainers.job import Job
 from ddp_core.trainers.noting import Sums, first_other, named, state_sums
-
-if TYPE_CHECKING:
-    from ddp_core.trainers.trainer import Trainer
+from ddp_core.trainers.saving import Saving
+from ddp_core.trainers.testimony import Testimony
+from ddp_core.trainers.train_state import TrainState
 
 NOTED = 2
 """So many steps after a save are noted."""
-_FIRST_SECONDS = 600.0
-"""A run has trained so long before it has a witness that is not its last one."""
-_TIMES = 100.0
-"""So many times what a witness took must pass before the next one: together they take 1 % of the training time."""
+_APART_SECONDS = 600.0
+"""A run trains at least so long before its first witness and between two of them, the last one left out."""
+_APART_TIMES = 100.0
+"""And at least so many times what the one before took: together they take 1 % of the training time."""
 NOTES = "noted.json"
 """In the run directory: what the steps after the newest checkpoint with such steps have made."""
 _POLL_SECONDS = 2.0
 """Between two messages among ranks that wait for the witness: none may be silent for long."""
 _KIND = "witness"
-
-
-class Testimony(NamedTuple):
-    """What came of a rehearsal or a witness: whether steps that were trained again have the same bits."""
-
-    said: str
-    """The same bits or which others, or why there was none, in words."""
-    differs: bool = False
-    seconds: float = 0.0
-    """How long it took."""
-
-
-class Witness(Protocol):
-    """Has steps of this run trained again elsewhere; used on rank 0."""
-
-    def ask(self, step: int, noted: Mapping[int, Sums]) -> None:
-        """Begin to repeat the steps after the checkpoint of `step`, which have made `noted` of the state."""
-
-    def answer(self, seconds: float) -> Testimony | None:
-        """What was found, once that is known within so many seconds."""
 
 
 class Witnessed(StepObserver):
@@ -64,18 +44,18 @@ class Witnessed(StepObserver):
     would take each other's memory. Else the witness trains beside the run, and its answer is looked at in later saves.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._job, self._guard = trainer, (job := trainer.job), trainer.guard
+    def __init__(self, job: Job, state: TrainState, saving: Saving, guard: Guard) -> None:
+        self._job, self._state, self._saving, self._guard = job, state, saving, guard
         self._is_first = job.collectives.world.is_first
         self._is_wanted = job.options.rehearsal == "on" and not job.is_tried and not job.has_random_data
-        self._waits = trainer.guard.mode == "strict" or trainer.device.type == "cuda"
+        self._waits = guard.mode == "strict" or job.device.type == "cuda"
         self._noted: dict[int, dict[int, Sums]] = {}
         """By the step of the checkpoint (rank 0): what the steps after it have made, by their numbers."""
-        self._asked: int | None = None
-        """The checkpoint of the newest witness (rank 0)."""
-        self._is_asked = False
+        self._asked = 0
+        """The checkpoint of the newest witness (rank 0); 0 where there was none."""
+        self._is_awaited = False
         """Whether its answer is still to come."""
-        self._saves, self._due_save, self._due_at = 0, 1, time.monotonic() + _FIRST_SECONDS
+        self._due_at = time.monotonic() + _APART_SECONDS
         self._lost: Mapping[int, Sums] = {}
         """What the interrupted run has noted of the steps after its checkpoint, by their numbers (rank 0)."""
         self._after, self._reached = 0, 0
@@ -89,7 +69,7 @@ class Witnessed(StepObserver):
         A collective, after the state was loaded. Where the run `is_fork` and begins with the checkpoint of its parent,
         which knows nothing of the settings that the fork has changed, the steps after it are not noted.
         """
-        step, directory = self._trainer.state.step, self._job.directory
+        step, directory = self._state.step, self._job.directory
         if is_fork:
             self._after = step
         if self._is_first and directory is not None:
@@ -109,16 +89,16 @@ class Witnessed(StepObserver):
         It has no part of a rank that was lost, and evaluates fewer batches at the end of an epoch.
         """
         is_next = step == saved + 1 or step - 1 == self._reached
-        is_same_epoch = (step - 1) // self._trainer.steps_per_epoch == saved // self._trainer.steps_per_epoch
-        return self._after < saved < step <= saved + NOTED and is_next and is_same_epoch
+        steps = self._saving.steps_per_epoch
+        return self._after < saved < step <= saved + NOTED and is_next and (step - 1) // steps == saved // steps
 
     def after_step(self, batch: StepBatch) -> None:
-        step, saved = self._trainer.state.step, self._trainer.saving.newest_step
+        step, saved = self._state.step, self._saving.newest_step
         if not (self._is_on and self._is_to_note(step, saved)):
             return
         self._reached = step
         with self._guard.check(_KIND, step):
-            sums = state_sums(self._trainer.state, self._job.layout.saves_in_parts, self._is_first)
+            sums = state_sums(self._state, self._job.layout.saves_in_parts, self._is_first)
         if sums is not None:
             # Older checkpoints may be gone by now.
             kept = sorted({*self._noted, saved})[-2:]
@@ -137,21 +117,13 @@ class Witnessed(StepObserver):
             self._write(saved)
             if step == saved + NOTED and self._is_last_noted(step):
                 # It can train beside the run, so that the end need not wait for all of it.
-                self._ask(max(self._kept(), default=None))
+                self._ask()
 
     def _is_last_noted(self, step: int) -> bool:
         """Whether no save is due any more but that of the end, and the run does not wait for its witnesses."""
-        trainer, end = self._trainer, self._trainer.total_steps
-        is_near = step + trainer.steps_per_epoch >= end
-        return is_near and not self._waits and not any(map(trainer.saving.may_save, range(step + 1, end)))
-
-    def _ask(self, at: int | None) -> bool:
-        """Ask for a witness from this checkpoint, unless one is under way, was so last, or nobody could (rank 0)."""
-        if self._is_asked or at is None or at == self._asked or self._job.witness is None:
-            return self._is_asked
-        self._job.witness.ask(at, self._noted[at])
-        self._asked, self._is_asked = at, True
-        return True
+        saving, end = self._saving, self._saving.total_steps
+        is_near = step + saving.steps_per_epoch >= end
+        return is_near and not self._waits and not any(map(saving.may_save, range(step + 1, end)))
 
     def _write(self, saved: int) -> None:
         """Let a run that goes on from this checkpoint know what the steps after it have made (rank 0)."""
@@ -166,15 +138,14 @@ class Witnessed(StepObserver):
         Raises UserError (2), on all ranks, where it has found other bits.
         """
         if self._is_on:
-            self._saves += 1
             if self._guard.mode == "strict":
-                self._trainer.saving.wait()  # the checkpoint to repeat from may be under way
+                self._saving.wait()  # the checkpoint to repeat from may be under way
             self._hear(is_end=False)
 
     def end(self) -> None:
         """Have the newest noted steps repeated, and wait for that. Raises UserError (2), on all ranks, as before."""
         if self._is_on:
-            self._trainer.saving.wait()
+            self._saving.wait()
             self._hear(is_end=True)
 
     @property
@@ -182,41 +153,51 @@ class Witnessed(StepObserver):
         return self._is_wanted and self._guard.checks
 
     def _hear(self, is_end: bool) -> None:
+        """Let rank 0 tell all ranks, message by message, what witnesses have found."""
+        messages = self._messages(is_end)
         while self._is_on:
-            with self._guard.check(_KIND, self._trainer.state.step):
-                told = self._next(is_end) if self._is_first else None
-                found, is_more = self._job.collectives.broadcast(told)
-                if found is not None:
-                    said, differs, _ = found
+            with self._guard.check(_KIND, self._state.step):
+                found = self._job.collectives.broadcast(next(messages, None) if self._is_first else None)
+                if found is None:
+                    return
+                for said, differs, _ in found:
                     self._guard.figures[_KIND] = said
                     if differs:
                         raise UserError(said)
                     self._job.console.say(f"witness: {said}")
-            if not is_more:
+
+    def _messages(self, is_end: bool) -> Iterator[list[Testimony]]:
+        """What witnesses have found; an empty list now and then while one is waited for (rank 0)."""
+        job, waits = self._job, is_end or self._waits
+        while True:
+            if waits and job.stop.requested:
+                if is_end:
+                    yield [Testimony("none: the run was asked to stop")]
                 return
+            if is_end or self._guard.mode == "strict" or time.monotonic() >= self._due_at:
+                self._ask()
+            if not self._is_awaited:
+                break
+            assert job.witness is not None
+            found = job.witness.answer(min(_POLL_SECONDS, job.options.timeout / 4) if waits else 0.0)
+            if found is not None:
+                self._is_awaited = False
+                if job.checkpointer is not None:
+                    job.checkpointer.let_go()
+                self._due_at = time.monotonic() + max(_APART_SECONDS, _APART_TIMES * found.seconds)
+            elif not waits:
+                return
+            yield [] if found is None else [found]
+        if is_end and not self._asked:
+            yield [Testimony("none: no step came after a save that is still there")]
 
-    def _next(self, is_end: bool) -> tuple[Testimony | None, bool]:
-        """What a witness has found by now, and whether all ranks ask again at once (rank 0)."""
-        witness, waits = self._job.witness, is_end or self._waits
-        if waits and self._job.stop.requested:
-            return Testimony("none: the run was asked to stop") if is_end else None, False
-        if not self._is_asked:
-            is_late = time.monotonic() >= self._due_at and self._saves >= self._due_save
-            is_due = is_late or self._guard.mode == "strict"
-            at = max(self._kept(), default=None) if is_end or is_due else None
-            if not self._ask(at):
-                none = is_end and self._asked is None
-                return Testimony("none: no step came after a save that is still there") if none else None, False
-        assert witness is not None
-        found = witness.answer(min(_POLL_SECONDS, self._job.options.timeout / 4) if waits else 0.0)
-        if found is not None:
-            self._is_asked = False
-            self._due_at, self._due_save = time.monotonic() + _TIMES * found.seconds, 2 * self._saves
-        return found, waits and (found is None or is_end)
-
-    def _kept(self) -> list[int]:
-        """The checkpoints of which steps are noted, as far as they are still there (rank 0)."""
-        if not self._noted or self._job.directory is None:
-            return []
-        there = {each.step for each in find_checkpoints(self._job.directory / "checkpoints")}
-        return [at for at in self._noted if at in there]
+    def _ask(self) -> None:
+        """Have the newest noted steps repeated, unless they were, or a witness is at work (rank 0)."""
+        witness, checkpointer = self._job.witness, self._job.checkpointer
+        if self._is_awaited or witness is None or checkpointer is None:
+            return
+        # A witness that begins late would else find it removed.
+        new = (step for step in sorted(self._noted, reverse=True) if step > self._asked and checkpointer.hold(step))
+        if (at := next(new, 0)) > 0:
+            witness.ask(at, self._noted[at])
+            self._asked, self._is_awaited = at, True

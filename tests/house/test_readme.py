@@ -39,7 +39,7 @@ SCRIPTS = {"-": "before.py", "+": "after.py"}
 ELSEWHERE = {
     "make cpu-cluster": "tests/lab/cluster/test_cluster.py",
     "make test": "tests/lab/cluster/test_cluster.py",
-    "ddp rehearse digits": "tests/core/cli/test_preflight.py",
+    "ddp rehearse digits": "tests/core/cli/test_rehearse.py",
     FORK: "tests/distributed/test_forks.py",
     "make chaos": "tests/lab/chaos/test_chaos.py",
     "make claims": "tests/lab/claims/test_claims_suite.py",

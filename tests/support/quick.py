@@ -1,13 +1,12 @@
 """`ddp`, whose own processes are forks that have torch already, not new interpreters.
 
-These are the trainings of `verify`, `verify-layouts` and `rehearse`.
+These are the trainings of `verify` and `verify-layouts`.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,15 +22,13 @@ def main(words: Sequence[str]) -> int:
     return cli.main(words)
 
 
-def _run_ddp(_: children.Children, words: Sequence[str], limit: float | None = None) -> children.Ended:
+def _run_ddp(_: children.Children, words: Sequence[str]) -> children.Ended:
     with tempfile.TemporaryDirectory() as scratch:
         output, errors = Path(scratch) / "output", Path(scratch) / "errors"
         child = multiprocessing.get_context("fork").Process(target=_enter, args=(words, output, errors))
         child.start()
-        child.join(limit)
-        if child.exitcode is None:
-            child.kill()
-            raise subprocess.TimeoutExpired("ddp", limit or 0.0)
+        child.join()
+        assert child.exitcode is not None
         return children.Ended(child.exitcode, output.read_text(), errors.read_text())
 
 

@@ -224,7 +224,7 @@ def _steps(directory: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_held_checkpoint_stays_until_another_one_is_held(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_held_checkpoint_stays_until_it_is_let_go(tmp_path: Path, asynchronous: bool) -> None:
     with Checkpointer(tmp_path, keep_last=1, asynchronous=asynchronous) as checkpointer:
         for step in (10, 20, 30, 40):
             checkpointer.save(state_of(step, 10), step=step, epoch=0)
@@ -235,7 +235,8 @@ def test_a_held_checkpoint_stays_until_another_one_is_held(tmp_path: Path, async
                 assert checkpointer.hold(10)
             if step == 30:
                 assert _steps(tmp_path) == [30, 10]
-                checkpointer.hold(None)
+                checkpointer.let_go()
+                assert _steps(tmp_path) == [30]
         assert _steps(tmp_path) == [40]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_core.base.errors import ExitCode
-from ddp_core.distributed.children import Children, error_of
+from ddp_core.distributed.children import error_of
 from tests.support.commands import ROOT
 from tests.support.processes import HANG
 
@@ -58,15 +58,6 @@ def _await_removal(descriptor: int) -> None:
     while os.fstat(descriptor).st_nlink:
         os.sched_yield()
     os.close(descriptor)
-
-
-def test_a_command_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (script := tmp_path / "python").write_text("#!/bin/sh\nsleep 600\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    with Children("ddp-test-") as children, pytest.raises(subprocess.TimeoutExpired):
-        children.ddp(["train"], 0.1)
-    assert not children.folder.exists()
 
 
 def test_the_error_of_a_command_is_what_it_calls_one() -> None:

@@ -118,6 +118,19 @@ def test_a_file_that_was_edited_before_a_resume_is_found(tmp_path: Path) -> None
     assert ddp(*words, "--resume", "auto").code == ExitCode.DONE
 
 
+@pytest.mark.parametrize("guard", ["normal", pytest.param("strict", marks=slow)])
+def test_samples_that_are_random_beside_digested_ones_are_named_and_trained(tmp_path: Path, guard: str) -> None:
+    words = (*REHEARSED, "--guard", guard, "--set", "epochs=2", "--checkpoint-every", 11)
+    ended = run(tmp_path, "", *words, file=FILES / "random_rows.py")
+    if guard == "strict":
+        assert (ended.code, "One process trained twice" in ended.errors) == (ExitCode.BAD_INPUT, True), ended.errors
+        return
+    assert ended.code == ExitCode.DONE, ended.errors
+    said = "training sample 0 is another one at each read, so no result can be repeated to the bit"
+    assert found(tmp_path)["rehearsal"].startswith(f"not rehearsed: {said}")
+    assert found(tmp_path)["witness"].startswith(f"none: {said}")
+
+
 ACCEPTED = {
     "ddp x 2": [FILE, "--layout", "ddp", "--nproc-per-node", 2],
     "dp x 2": [FILE, "--layout", "dp", "--nproc-per-node", 2],

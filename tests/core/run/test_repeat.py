@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from ddp_core.base.errors import ExitCode
 from ddp_core.record.directory import RunDirectory, find_runs
+from ddp_core.run.asking import OverSocket
 from tests.support.commands import Ended, ddp, wait_until, without_limits
 from tests.support.processes import HANG
 
@@ -212,6 +214,19 @@ def test_a_rehearsal_ends_with_the_command(tmp_path: Path) -> None:
         process.terminate()
     wait_until(lambda: not any(_lives(child) for child in children), HANG, "its processes end")
     wait_until(lambda: not any(scratch.glob("ddp-*")), HANG, "its folder goes")
+
+
+def test_a_question_does_not_wait_for_a_repeater_that_answers_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DDP_REPEATER", "repeater")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("repeater")
+        listener.listen()
+        witness = OverSocket(tmp_path)
+        witness.ask(5, {6: {f"weight {number}": "0" * 16 for number in range(50_000)}})
+        assert witness.answer(0.0) is None
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -45,16 +45,6 @@ def test_what_all_ranks_have_is_told_by_names_in_one_sequence() -> None:
     ]
 
 
-def test_gradients_are_those_of_what_is_trained_and_was_used() -> None:
-    owns = trained()
-    gradients = owns.whole_gradients()
-    assert gradients is not None
-    assert list(gradients) == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]
-    assert all(each is owns.module.get_parameter(name).grad for name, each in gradients.items())
-    owns.module[2].bias.grad = torch.ones(1)  # type: ignore[index]
-    assert "2.bias" not in (owns.whole_gradients() or {})
-
-
 def test_weights_are_those_of_the_module_or_of_a_copy_of_it() -> None:
     owns = trained()
     average = copy.deepcopy(owns.module)

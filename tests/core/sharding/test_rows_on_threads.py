@@ -99,8 +99,6 @@ def train(dtype: torch.dtype, group: Any, exact: bool = True) -> Any:
             with owned.idle_pass():
                 (0.0 * made.loss(step, 0)).backward()
         reduction.finish(*([1 / micro_batches] if step else []))
-        named = {name: each.grad for name, each in made.named_parameters() if each.grad is not None}
-        found.append(owned.whole_gradients() if owned else {name: each.clone() for name, each in named.items()})
         found.append({"norm": reduction.clip_gradients_(3.0)})
         optimizer.step()
     if owned:
@@ -135,7 +133,7 @@ def check_rounding(found: list[dict[str, Tensor]]) -> None:
 def test_torchs_own_sums_differ_by_rounding_alone(world_size: int) -> None:
     found = on_thread_world(world_size, functools.partial(train, torch.float64, exact=False))
     check_rounding(found[0])
-    norms = [[each["norm"] for each in theirs[1:6:2]] for theirs in found]
+    norms = [[each["norm"] for each in theirs[:3]] for theirs in found]
     assert norms == norms[:1] * world_size
 
 

@@ -1,0 +1,28 @@
+"""What a rehearsal or a witness has found, and who is asked for a witness."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from ddp_core.trainers.noting import Sums
+
+
+class Testimony(NamedTuple):
+    """What came of a rehearsal or a witness: whether steps that were trained again have the same bits."""
+
+    said: str
+    """The same bits or which others, or why there was none, in words."""
+    differs: bool = False
+    seconds: float = 0.0
+    """How long it took."""
+
+
+class Witness(Protocol):
+    """Has steps of this run trained again elsewhere; used on rank 0."""
+
+    def ask(self, step: int, noted: Mapping[int, Sums]) -> None:
+        """Begin to repeat the steps after the checkpoint of `step`, which have made `noted` of the state."""
+
+    def answer(self, seconds: float) -> Testimony | None:
+        """What was found, once that is known within so many seconds."""

@@ -1,0 +1,121 @@
+"""`ddp rehearse`: which layouts it tries, what it finds, and when it says that a long run may be submitted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ddp_core.cli.prepare import load_with_settings
+from ddp_core.cli.rehearse import _layouts
+from ddp_core.config.layout import SHARD_MODES, Layout
+from ddp_core.run.rehearsal import fitting
+from tests.support.commands import Ended, ddp
+
+FILE = '''"""Is {what} found before a long run?"""
+
+import torch
+
+from ddp_core import Experiment, InMemory, Optimizer, Splits
+
+DRAWN = torch.Generator()
+DRAWN.seed()
+
+
+class Drawn(InMemory):
+    def __getitems__(self, indices):
+        inputs, targets = super().__getitems__(indices)
+        return torch.randn(inputs.shape, generator=DRAWN), targets
+
+
+def data():
+    inputs, targets = torch.ones(64, 4), torch.zeros(64, dtype=torch.int64)
+    return Splits({kind}(inputs, targets), InMemory(inputs[:8], targets[:8] + {label}){digest})
+
+
+def model(width: int = 4):
+    return torch.nn.Linear(4, 2)
+
+
+experiment = Experiment(
+    name="mine", optimizer=Optimizer(lr=0.01), global_batch_size=8, micro_batch=8, epochs=1000
+)
+'''
+LOSES = Path(__file__).parents[2] / "support" / "experiment_files" / "loses.py"
+
+
+def written(folder: Path, what: str, **parts: object) -> Path:
+    file = folder / "mine.py"
+    defaults = {"label": 0, "kind": "InMemory", "digest": ""}
+    file.write_text(FILE.format(what=what, **defaults | parts))
+    return file
+
+
+def rehearsed(file: Path | str, *words: object, timeout: float = 300) -> Ended:
+    return ddp("rehearse", file, "--device", "cpu", *words, timeout=timeout)
+
+
+def tried(ended: Ended) -> dict[str, list[str]]:
+    """The cells of the table's rows by the layout that was tried."""
+    rows = [re.split(r"\s{2,}", line) for line in ended.output.splitlines()]
+    return {row[0]: row[1:] for row in rows if len(row) == 4 and row[0]}
+
+
+def test_a_run_that_works_may_be_submitted(tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    ended = rehearsed(written(tmp_path, "nothing"), "--output", outputs)
+    assert ended.code == 0, ended.output + ended.errors
+    assert [(layout, cells[0]) for layout, cells in tried(ended).items()] == [("single-cpu", "done")]
+    assert ended.output.splitlines()[-1] == "ready: 1 of 1 done, the same bits; the long run may be submitted"
+    assert not outputs.exists()
+
+
+def test_what_only_an_evaluation_meets_is_found(tmp_path: Path) -> None:
+    ended = rehearsed(written(tmp_path, "a label without a class", label=7))
+    assert ended.code == 2, ended.output + ended.errors
+    assert tried(ended)["single-cpu"][:2] == ["failed (2)", "-"]
+    assert ended.output.splitlines()[-1].startswith(
+        "NOT ready: single-cpu: the miniature on one process ended with 2: "
+    )
+
+
+def test_samples_that_are_other_ones_at_each_read_are_named(tmp_path: Path) -> None:
+    ended = rehearsed(written(tmp_path, "a draw", kind="Drawn", digest=', digest="1"'))
+    assert ended.code == 2
+    assert "training sample 0 is another one at each read" in ended.output.splitlines()[-1]
+
+
+def test_what_a_resume_would_lose_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOSES", "attribute")
+    ended = rehearsed(LOSES)
+    assert ended.code == 1, ended.output + ended.errors
+    last = ended.output.splitlines()[-1]
+    assert last.startswith("NOT ready: single-cpu: one process, killed and resumed, has other weights")
+    assert "Without the kill and the resume all steps are the same" in last
+
+
+def test_each_layout_that_fits_is_tried_and_the_asked_one_first() -> None:
+    def titles(own: Layout, *settings: str) -> list[str]:
+        return [layout.label for layout in _layouts(load_with_settings("digits", settings).experiment, own)]
+
+    two = ["dp-2-cpu", "ddp-1x2-cpu", *(f"ddp-1x2-cpu-shard-{mode}" for mode in SHARD_MODES)]
+    assert titles(Layout()) == ["single-cpu", *two]
+    assert titles(Layout(kind="dp", nproc_per_node=2)) == ["dp-2-cpu", "single-cpu", *two[1:]]
+    assert titles(Layout(), "global_batch_size=16", "micro_batch=16") == ["single-cpu"]
+    digits = load_with_settings("digits", ()).experiment
+    nodes = fitting(digits, Layout(kind="ddp", nnodes=4, nproc_per_node=2))
+    assert nodes == Layout(kind="ddp", nproc_per_node=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("reduction", ["exact", "plain"])
+def test_a_shipped_experiment_is_ready_on_every_layout(reduction: str) -> None:
+    words = ("--layout", "ddp", "--nproc-per-node", "2", "--reduction", reduction)
+    ended = rehearsed("digits", *words, timeout=800)
+    assert ended.code == 0, ended.output + ended.errors
+    rows = tried(ended)
+    assert len(rows) == (6 if reduction == "exact" else 1)
+    assert {cells[0] for cells in rows.values()} == {"done"}
+    assert len({cells[1] for cells in rows.values()}) == 1
