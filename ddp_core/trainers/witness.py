@@ -117,6 +117,7 @@ class Witnessed(StepObserver):
             self._write(saved)
             if step == saved + NOTED and self._is_last_noted(step):
                 # It can train beside the run, so that the end need not wait for all of it.
+                self._saving.wait()
                 self._ask()
 
     def _is_last_noted(self, step: int) -> bool:
