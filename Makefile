@@ -25,9 +25,6 @@ CONFIRM ?=
 RULES ?=
 # `make portable-runs ON="here Haswell"`
 ON ?=
-# `make which-tests FILE=ddp_core/reduction/tree.py ALL=1`
-FILE ?=
-ALL ?=
 # `make setup TORCH=cpu` or TORCH=cuda; without it, CUDA's where there is an NVIDIA driver, else the CPU's.
 TORCH ?=
 
@@ -47,7 +44,7 @@ version_tags = $(VERSION) $(if $(filter false,$(GIT_DIRTY)),$(VERSION)-$(shell g
 tag_image = [ -n "$$IMAGE_TAG" ] || for tag in $(version_tags); do docker tag $(1):latest $(1):$$tag; done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-cpu image-sizes image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report site portable-digests portable-runs uv-lock dist sbom sbom-cpu clean
+.PHONY: help setup cpu-cluster up image image-cpu image-sizes image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report site portable-digests portable-runs uv-lock dist sbom sbom-cpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -122,17 +119,6 @@ test-foreign: setup ## Other people's models and optimizers on every layout, hou
 
 soak: setup ## Run the distributed and fault tests again and again beside busy loops, then random experiments: ROUNDS=20 SLOW=1 CASES=500
 	$(NO_GPU) $(BIN)/python -m tools.soak --rounds $(ROUNDS) $(if $(SLOW),--slow) --cases $(CASES)
-
-mutants: setup ## Change the core code on purpose: does a test notice? Only what is new: MINUTES=20 ONLY="reduction.tree sampler"
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[mutants]'
-	$(NO_GPU) $(BIN)/python -m benchmarks.mutants $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY))
-
-which-tests: setup ## The tests that execute a file's code, as a command: FILE=ddp_core/reduction/tree.py ALL=1
-	@$(BIN)/python -m tools.which_tests $(if $(ALL),--all) $(FILE)
-
-record-tests: setup ## Record for which-tests what the fast tests execute, in tests/executed.json; about four minutes
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[recording]'
-	$(BIN)/python -m tools.record_tests
 
 test-docker: setup image image-cpu image-test ## Build the images and run every layout and the cluster in containers
 	$(BIN)/python -m pytest -m "docker and not slow" --durations=10 tests/docker
@@ -220,5 +206,5 @@ sbom sbom-cpu: setup
 
 clean: ## Remove .venv, caches and this project's containers; runs in outputs/ and data/ stay
 	@if docker info >/dev/null 2>&1; then docker compose --profile '*' down --remove-orphans; fi
-	rm -rf .venv .venv-* mutants build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
