@@ -98,7 +98,7 @@ test-pythons: setup ## The fast tests on the other Pythons, 3.11 to 3.13, that a
 	  $(NO_GPU) .venv-$$version/bin/python -m pytest @tests/fast.args || exit 1; done
 
 test-extras: setup ## The tests that need other people's packages (peers, foreign, loggers, …), installed into .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,schemas,recording,packaging,workflows,site,pyright,uv]' -e packages/lab
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,schemas,recording,packaging,workflows,site,uv]' -e packages/lab
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
 
 test-streams: setup .venv-streams/.installed ## The tests that need MosaicML's streaming or LitData, which want older packages than the rest
@@ -145,11 +145,9 @@ test-all: setup ## Every test that this machine can run; says what it skips and 
 	$(MAKE) --no-print-directory test-pythons
 	$(MAKE) --no-print-directory test-gpu
 
-lint: setup ## ruff and mypy; mypy and pyright over every example of the documentation
+lint: setup ## ruff and mypy, also over every example of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -c 'import basedpyright' 2>/dev/null || \
-	  $(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[pyright]'
 # Each of the two computes on one core.
 	$(BIN)/mypy & mypy=$$!; $(BIN)/python -m tools.typed_examples; examples=$$?; wait $$mypy && exit $$examples
 
