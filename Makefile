@@ -24,9 +24,6 @@ OPTIONS ?=
 CONFIRM ?=
 # `make portable-runs ON="here Haswell"`
 ON ?=
-# `make which-tests FILE=ddp_core/reduction/tree.py ALL=1`
-FILE ?=
-ALL ?=
 # `make setup TORCH=cpu` or TORCH=cuda; without it, CUDA's where there is an NVIDIA driver, else the CPU's.
 TORCH ?=
 
@@ -46,7 +43,7 @@ version_tags = $(VERSION) $(if $(filter false,$(GIT_DIRTY)),$(VERSION)-$(shell g
 tag_image = [ -n "$$IMAGE_TAG" ] || for tag in $(version_tags); do docker tag $(1):latest $(1):$$tag; done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-cpu image-sizes image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report site portable-digests portable-runs uv-lock dist sbom sbom-cpu clean
+.PHONY: help setup cpu-cluster up image image-cpu image-sizes image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report site portable-digests portable-runs uv-lock dist sbom sbom-cpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,7 +97,7 @@ test-pythons: setup ## The fast tests on the other Pythons, 3.11 to 3.13, that a
 	  $(NO_GPU) .venv-$$version/bin/python -m pytest @tests/fast.args || exit 1; done
 
 test-extras: setup ## The tests that need other people's packages (peers, foreign, loggers, …), installed into .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,pages,schemas,recording,packaging,workflows,site,pyright,uv]' -e packages/lab
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,pages,schemas,recording,packaging,workflows,site,uv]' -e packages/lab
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
 
 test-streams: setup .venv-streams/.installed ## The tests that need MosaicML's streaming or LitData, which want older packages than the rest
@@ -121,17 +118,6 @@ test-foreign: setup ## Other people's models and optimizers on every layout, hou
 
 soak: setup ## Run the distributed and fault tests again and again beside busy loops, then random experiments: ROUNDS=20 SLOW=1 CASES=500
 	$(NO_GPU) $(BIN)/python -m tools.soak --rounds $(ROUNDS) $(if $(SLOW),--slow) --cases $(CASES)
-
-mutants: setup ## Change the core code on purpose: does a test notice? Only what is new: MINUTES=20 ONLY="reduction.tree sampler"
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[mutants]'
-	$(NO_GPU) $(BIN)/python -m benchmarks.mutants $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY))
-
-which-tests: setup ## The tests that execute a file's code, as a command: FILE=ddp_core/reduction/tree.py ALL=1
-	@$(BIN)/python -m tools.which_tests $(if $(ALL),--all) $(FILE)
-
-record-tests: setup ## Record for which-tests what the fast tests execute, in tests/executed.json; about four minutes
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[recording]'
-	$(BIN)/python -m tools.record_tests
 
 test-docker: setup image image-cpu image-test ## Build the images and run every layout and the cluster in containers
 	$(BIN)/python -m pytest -m "docker and not slow" --durations=10 tests/docker
@@ -158,11 +144,9 @@ test-all: setup ## Every test that this machine can run; says what it skips and 
 	$(MAKE) --no-print-directory test-pythons
 	$(MAKE) --no-print-directory test-gpu
 
-lint: setup ## ruff and mypy; mypy and pyright over every example of the documentation
+lint: setup ## ruff and mypy, also over every example of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -c 'import basedpyright' 2>/dev/null || \
-	  $(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[pyright]'
 # Each of the two computes on one core.
 	$(BIN)/mypy & mypy=$$!; $(BIN)/python -m tools.typed_examples; examples=$$?; wait $$mypy && exit $$examples
 
@@ -219,5 +203,5 @@ sbom sbom-cpu: setup
 
 clean: ## Remove .venv, caches and this project's containers; runs in outputs/ and data/ stay
 	@if docker info >/dev/null 2>&1; then docker compose --profile '*' down --remove-orphans; fi
-	rm -rf .venv .venv-* mutants build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

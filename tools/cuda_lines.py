@@ -4,23 +4,38 @@ python -m tools.cuda_lines               # counts by file, and the lines that ar
 python -m tools.cuda_lines --slow        # with the slow tests of the stand-in, too
 
 Such a line names CUDA or NCCL in its code, or stands below an `if`, a function or a class that does. What executes them
-are the tests with the stand-in for CUDA, in tests/gpu_standin; on a GPU none of them need have run.
+are the tests with the stand-in for CUDA, in tests/gpu_standin; on a GPU none of them need have run. It needs
+coverage.py (the extra recording).
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tools.executed_map import ROOT
-from tools.record_tests import combined, run_recorded
-
+ROOT = Path(__file__).parents[1]
 TESTS = "tests/gpu_standin"
+# Also what forks execute, and processes that end without Python's exit.
+SETTINGS = """\
+[run]
+core = ctrace
+parallel = true
+data_file = {folder}/recorded
+include = {root}/ddp_core/*
+patch =
+    _exit
+    fork
+disable_warnings =
+    no-data-collected
+    already-imported
+"""
 _NAMES = re.compile(r"cuda|nccl", re.IGNORECASE)
 
 
@@ -85,6 +100,22 @@ def _has_not(test: ast.AST) -> bool:
     return any(isinstance(each, ast.Not | ast.NotEq) for each in ast.walk(test))
 
 
+def executed_by(folder: Path, words: list[str]) -> tuple[int, dict[str, set[int]]]:
+    """Run tests under coverage.py, and the processes that they start; pytest's exit code, and the lines by file."""
+    from coverage import Coverage
+
+    settings = folder / "settings.ini"
+    settings.write_text(SETTINGS.format(folder=folder, root=ROOT))
+    # Tests without the marker gpu are of the CPU: they must not find a GPU.
+    environment = os.environ | {"COVERAGE_PROCESS_START": str(settings), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "@tests/fast.args", "-p", "no:cacheprovider", "-q", *words]
+    code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    together = Coverage(config_file=str(settings))
+    together.combine()
+    data = together.get_data()
+    return code, {file: set(data.lines(file) or ()) for file in data.measured_files()}
+
+
 def main() -> int:
     """Print the counts and the lines; the exit code is pytest's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -92,9 +123,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ddp-cuda-lines-") as folder:
         slow = ["-m", "not gpu and not gpu2"] if options.slow else []
-        code = run_recorded(Path(folder), [TESTS, *slow])
-        data = combined(Path(folder))
-        executed = {file: set(data.lines(file) or ()) for file in data.measured_files()}
+        code, executed = executed_by(Path(folder), [TESTS, *slow])
     every = missing = 0
     for file in sorted((ROOT / "ddp_core").rglob("*.py")):
         wanted = cuda_lines(file.read_text())

@@ -1,8 +1,8 @@
-"""Type checkers over every Python example of README and docs: `python -m tools.typed_examples`.
+"""mypy --strict over every Python example of README and docs: `python -m tools.typed_examples`.
 
-mypy --strict and pyright (of the wheel basedpyright, which brings its Node.js along) see them as a user's files, in a
-folder of their own, and ddp_core as an installed package. What they find is printed with the page and its line. Exit
-code 1: an example is red. What an example imports may be missing here; such an example is left out, and named.
+It sees them as a user's files, in a folder of their own, and ddp_core as an installed package. What it finds is printed
+with the page and its line. Exit code 1: an example is red. What an example imports may be missing here; such an example
+is left out, and named.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ cache_dir = {ROOT / ".mypy_cache" / "examples"}
 untyped_calls_exclude = torch
 disable_error_code = import-untyped
 disallow_subclassing_any = false
-# Minutes of reading; pyright reads them.
+# Minutes of reading.
 [mypy-lightning.*,accelerate.*,transformers.*,torchdata.*,torchmetrics.*]
 follow_imports = skip
 """
-PYRIGHT = {"typeCheckingMode": "standard", "pythonPlatform": "Linux"}
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,11 @@ class Example:
 
 
 def examples(root: Path = ROOT) -> list[Example]:
-    """Every example of README and docs, but those that nobody wrote with us. The page of the API shows signatures."""
+    """Every example of README and docs, but those that nobody wrote with us."""
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     found: list[Example] = []
     for page in pages:
-        if page.name != "api.md":
-            found += _blocks(page.relative_to(root).as_posix(), page.read_text(), {each.module for each in found})
+        found += _blocks(page.relative_to(root).as_posix(), page.read_text(), {each.module for each in found})
     shown = {each.code for each in found}
     for file in sorted((root / "docs").glob("*/*/*.py")):
         if file.read_text() not in shown or file.relative_to(root).as_posix() in FOREIGN:
@@ -105,16 +103,15 @@ def _imported(code: str) -> set[str]:
 
 
 def red(shown: list[Example]) -> list[str]:
-    """What mypy and pyright find wrong in the examples, a line each, with the place in the documentation."""
+    """What mypy finds wrong in the examples, a line each, with the place in the documentation."""
     with TemporaryDirectory(prefix="ddp-examples-") as name:
         folder = Path(name).resolve()
         for example in shown:
             (folder / f"{example.module}.py").write_text(example.above + example.code)
         (folder / "mypy.ini").write_text(MYPY)
-        (folder / "pyrightconfig.json").write_text(json.dumps(PYRIGHT))
-        found = [*_mypy(folder), *_pyright(folder)]
+        found = list(_mypy(folder))
     by_module = {example.module: example for example in shown}
-    return [f"{by_module[module].place(line)}: {checker}: {text}" for checker, module, line, text in found]
+    return [f"{by_module[module].place(line)}: {text}" for module, line, text in found]
 
 
 def checkable(everything: Sequence[Example]) -> tuple[list[Example], dict[Example, set[str]]]:
@@ -124,35 +121,18 @@ def checkable(everything: Sequence[Example]) -> tuple[list[Example], dict[Exampl
     return [example for example in everything if example not in lacking], lacking
 
 
-Finding = tuple[str, str, int, str]
-"""Who has found it, the module, its line, and the message."""
-
-
-def _mypy(folder: Path) -> Iterator[Finding]:
+def _mypy(folder: Path) -> Iterator[tuple[str, int, str]]:
+    """Module, line and message of each finding. Raises RuntimeError where mypy fails itself."""
     words = ["-m", "mypy", "--config-file", "mypy.ini", "--python-executable", sys.executable, "."]
     words += ["--output", "json", "--no-error-summary"]
-    for line in _said(folder, *words).splitlines():
+    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"mypy ended with {done.returncode}: {done.stderr or done.stdout}")
+    for line in done.stdout.splitlines():
         finding = json.loads(line)
         if finding["severity"] == "error":
             text = f"{finding['message']} [{finding['code']}]"
-            yield "mypy", Path(finding["file"]).stem, finding["line"], text
-
-
-def _pyright(folder: Path) -> Iterator[Finding]:
-    said = _said(folder, "-m", "basedpyright", "--pythonpath", sys.executable, "--outputjson")
-    for finding in json.loads(said)["generalDiagnostics"]:
-        if finding["severity"] == "error":
-            line = finding["range"]["start"]["line"] + 1
-            text = f"{' '.join(finding['message'].split())} [{finding.get('rule', 'syntax')}]"
-            yield "pyright", Path(finding["file"]).stem, line, text
-
-
-def _said(folder: Path, *words: str) -> str:
-    """What a type checker prints. Raises RuntimeError where it fails itself."""
-    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1):
-        raise RuntimeError(f"{' '.join(words[:2])} ended with {done.returncode}: {done.stderr or done.stdout}")
-    return done.stdout
+            yield Path(finding["file"]).stem, finding["line"], text
 
 
 def main() -> int:
@@ -161,7 +141,7 @@ def main() -> int:
     for example, missing in left_out.items():
         print(f"left out: {example.place(1)} needs {', '.join(sorted(missing))}, an extra package")
     findings = red(shown)
-    print("\n".join(findings) if findings else f"mypy and pyright: no issues in {len(shown)} examples")
+    print("\n".join(findings) if findings else f"mypy: no issues in {len(shown)} examples")
     return 1 if findings else 0
 
 

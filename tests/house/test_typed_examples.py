@@ -1,4 +1,4 @@
-"""Every example of the documentation is green for mypy --strict and pyright, and what they are told is the truth."""
+"""Every example of the documentation is green for mypy --strict, and what they are told is the truth."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ def test_every_block_is_an_example() -> None:
     found = examples()
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     blocks = {page.relative_to(ROOT).as_posix(): page.read_text().count("\n```python\n") for page in pages}
-    del blocks["docs/reference/api.md"]
     taken = sum(len([each for each in found if each.page == page]) for page in blocks)
     assert taken == sum(blocks.values()) - len(FOREIGN)
     assert len({each.module for each in found}) == len(found)
@@ -66,7 +65,7 @@ def test_a_block_without_imports_gets_those_of_the_first_block() -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.extras("basedpyright", "mypy", "lightning", "accelerate", "transformers", "torchdata", "torchft")
+@pytest.mark.extras("mypy", "lightning", "accelerate", "transformers", "torchdata", "torchft")
 def test_every_example_is_green() -> None:
     shown, _ = checkable(examples())
     peers = ("lightning", "accelerate", "hf-trainer", "torchft")
@@ -74,9 +73,8 @@ def test_every_example_is_green() -> None:
     assert red(shown) == []
 
 
-@pytest.mark.extras("basedpyright", "mypy")
+@pytest.mark.extras("mypy")
 def test_types_are_told_and_a_wrong_one_is_found() -> None:
     assert red([Example("batches.py", 1, BATCHES, "batches")]) == []
-    found = red([Example("page.md", 11, WRONG, "wrong")])
-    assert {line.partition(": ")[0] for line in found} == {"page.md:14"}
-    assert {line.split(": ")[1] for line in found} == {"mypy", "pyright"}
+    (found,) = red([Example("page.md", 11, WRONG, "wrong")])
+    assert found.startswith("page.md:14: ")
