@@ -29,7 +29,6 @@ from ddp_core.observe.loggers.logger import check_loggers
 from ddp_core.observe.profiling import parse_window
 from ddp_core.record.continuing import require_continuable
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.environment import recorded_experiment
 from ddp_core.record.forking import find_fork
 from ddp_core.sharding import Sharding
 
@@ -111,6 +110,8 @@ def _with_settings(
 
 
 def _load_recorded(path: str, settings: Sequence[str], directory: RunDirectory) -> LoadedExperiment:
+    from ddp_core.record.environment import recorded_experiment
+
     record = directory.read()
     # Absolute, because a worker may start in another folder.
     served = Served(str((directory.path / record["source"]["folder"]).absolute()), record["source"]["modules"])
