@@ -26,7 +26,6 @@ from ddp_core.experiment.source import serve_modules
 from ddp_core.numerics.limits import limits_hold, limits_missed, portable_refused_by
 from ddp_core.record.continuing import require_continuable
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.environment import recorded_experiment
 from ddp_core.sharding import Sharding
 
 _COMPONENTS: tuple[Kind, ...] = ("model", "data", "optimizer", "schedule")
@@ -107,6 +106,8 @@ def _with_settings(
 
 
 def _load_recorded(path: str, settings: Sequence[str], directory: RunDirectory) -> LoadedExperiment:
+    from ddp_core.record.environment import recorded_experiment
+
     record = directory.read()
     # Absolute, because a worker may start in another folder.
     served = Served(str((directory.path / record["source"]["folder"]).absolute()), record["source"]["modules"])
