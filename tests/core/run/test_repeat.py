@@ -90,6 +90,14 @@ def data():
     inputs, targets = _data().train.inputs[order], _data().train.targets[order]
     return Splits(InMemory(inputs, targets))
 """
+RANKS_ALONE = """
+_model = model
+
+def model():
+    if not dist.is_initialized():
+        raise ValueError("this is for ranks")
+    return _model()
+"""
 TWO = ("--layout", "ddp", "--nproc-per-node", "2")
 
 
@@ -160,6 +168,13 @@ def test_a_run_that_shall_go_on_is_marked(tmp_path: Path) -> None:
     ended = trained(tmp_path, RANKS_IN_RATE, *TWO, "--on-difference", "warn")
     assert ended.code == 0
     assert only_run(tmp_path).read()["promise_broken"]["step"] == 0
+
+
+def test_what_one_process_refuses_trains_unrehearsed_and_says_why(tmp_path: Path) -> None:
+    ended = trained(tmp_path, RANKS_ALONE, *TWO)
+    assert ended.code == 0, ended.errors
+    assert "not rehearsed: the miniature on one process ended with 2: " in ended.errors
+    assert "this is for ranks" in ended.errors
 
 
 def test_what_acts_late_is_found_by_the_witness(tmp_path: Path) -> None:
