@@ -81,6 +81,8 @@ def _compared(mini: Miniature, layout: Layout, folder: Path) -> Testimony | None
     """Train the miniature alone and on the layout; None where all of both was the same."""
     # Both may begin within one second, which a seed made of whole seconds would not show.
     alone = mini.training(Layout(device=layout.device), folder / "single", {"clock_ahead": True}, workers=0)
+    if layout.device == "cuda":
+        alone.wait(LIMIT)  # two trainings would take each other's memory
     try:
         asked = mini.killed_and_resumed(layout, folder / "asked")
     finally:
@@ -112,7 +114,8 @@ def _fitting(request: Request) -> Layout | None:
     wanted = request.layout
     if wanted.kind == "single":
         return wanted
-    places = torch.cuda.device_count() if wanted.device == "cuda" else _MOST_RANKS
+    # As many ranks may share a GPU as the run itself has on one.
+    places = max(torch.cuda.device_count(), wanted.nproc_per_node) if wanted.device == "cuda" else _MOST_RANKS
     for count in range(min(_MOST_RANKS, places, wanted.nnodes * wanted.nproc_per_node), 0, -1):
         layout = wanted.model_copy(update={"nnodes": 1, "nproc_per_node": count})
         with contextlib.suppress(UserError):
