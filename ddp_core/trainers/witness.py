@@ -14,6 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import torch
+
 from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import replace_file
@@ -149,6 +151,8 @@ class Witnessed(StepObserver):
         """Ask for a witness from this checkpoint, unless one is under way, was so last, or nobody could (rank 0)."""
         if self._is_asked or at is None or at == self._asked or self._job.witness is None:
             return self._is_asked
+        # The witness needs the memory, if it trains on this device; elsewhere this does nothing.
+        torch.cuda.empty_cache()
         self._job.witness.ask(at, self._noted[at])
         self._asked, self._is_asked = at, True
         return True
