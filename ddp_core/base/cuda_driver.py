@@ -5,6 +5,7 @@ So the processes that begin a training count devices by NVML, and ask in a fork 
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
@@ -28,6 +29,7 @@ def devices_here() -> int:
     return count if count and (torch.cuda.is_available() if is_started() else _is_available_in_a_fork()) else 0
 
 
+@functools.cache
 def _is_available_in_a_fork() -> bool:
     child = os.fork()
     if not child:
