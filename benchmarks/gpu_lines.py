@@ -28,6 +28,8 @@ CUT_OFF = "cut off"
 """The outcome of an item that still ran when the command's time was over; any other is final for commit and place."""
 
 SPEED = "images_per_second"
+COLLECTION = "collection"
+"""The item that has the number of all tests, so that those that had no time are seen to be missing."""
 
 Line = dict[str, Any]
 

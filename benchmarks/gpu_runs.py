@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.gpu import ARTICLE, TRACE, TRACED, summary_of, times_plain
-from benchmarks.gpu_lines import CUT_OFF, NAME, SPEED, Line, newest, newest_first, read
+from benchmarks.gpu_files import PRECISIONS
+from benchmarks.gpu_lines import COLLECTION, CUT_OFF, NAME, SPEED, Line, newest, newest_first, read
 from benchmarks.gpu_trace import idle_in_words
 from benchmarks.record import RESULTS, is_stand_in
 
@@ -65,6 +66,8 @@ def _tests(lines: Lines) -> str:
     skipped = Counter(" ".join(line["said"]) for line in found if line["outcome"] == "skipped")
     counts = [f"{outcomes[kind]} {kind}" for kind in ("passed", "failed") if outcomes[kind]]
     counts += [f"{count} skipped ({reason})" for reason, count in sorted(skipped.items())]
+    counts += [f"{outcomes[CUT_OFF]} ended by the limit of the time"] if outcomes[CUT_OFF] else []
+    counts += [f"of {lines[COLLECTION]['tests']} tests"] if COLLECTION in lines else []
     return f"`make test-gpu` {_on(found)}: {', '.join(counts)}."
 
 
@@ -81,15 +84,29 @@ def _benchmark(lines: Lines, path: Path) -> str:
     return f"`make bench-gpu` {on}: {record['results']['summary']}."
 
 
-def what_was_timed(folder: Path = RESULTS) -> str:
-    """What `make gpu-check` has timed, in words; nothing where it has timed none."""
+def what_was_timed(folder: Path = RESULTS) -> dict[str, str]:
+    """What `make gpu-check` has timed, in words, by benchmark; without those of which it has timed nothing."""
     lines = newest(read(folder / NAME))
-    return _timed(lines) if _speeds(lines) else ""
+    found = {"gpu": _timed(lines) if _speeds(lines) else "", "gpu_files": _from_files(lines)}
+    return {name: said for name, said in found.items() if said}
 
 
 def _timed(lines: Lines) -> str:
-    rounds = {line["rounds"] for item, line in lines.items() if item.startswith(_TIMED) and SPEED in line}
-    return f"{_rounds(rounds)}, {summary_of(_speeds(lines))}"
+    speeds = _speeds(lines)
+    compared = {_TIMED + case for case in speeds if case.startswith("exact") and times_plain(case, speeds)}
+    return f"{_rounds({lines[item]['rounds'] for item in compared} or {0})}, {summary_of(speeds)}"
+
+
+def _from_files(lines: Lines) -> str:
+    """The fastest of ours beside the script in the same precision, for each precision that both were timed in."""
+    speeds, said = _speeds(lines, _FROM_FILES), []
+    for precision in PRECISIONS:
+        ours = {case: speed for case, speed in speeds.items() if case.startswith(f"ddp train, {precision}")}
+        if ours and (script := speeds.get(f"script, {precision}")):
+            best = max(ours, key=lambda case: ours[case])
+            said.append(f"{best} {ours[best] / script:.2f} times the script in {precision}")
+    rounds = {line["rounds"] for item, line in lines.items() if item.startswith(_FROM_FILES) and SPEED in line}
+    return f"{_rounds(rounds)}, {', '.join(said)}" if said else ""
 
 
 def _rounds(counts: set[int]) -> str:
