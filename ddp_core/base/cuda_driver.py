@@ -23,7 +23,7 @@ def is_started() -> bool:
     return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != CUDA_ERROR_NOT_INITIALIZED)
 
 
-def devices_here() -> int:
+def gpus_here() -> int:
     """The number of GPUs that this process can use; does not start the driver where NVML can count them."""
     count = torch.cuda.device_count()
     return count if count and (torch.cuda.is_available() if is_started() else _is_available_in_a_fork()) else 0

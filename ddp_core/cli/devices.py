@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from ddp_core.base.cuda_driver import devices_here as gpus_here
+from ddp_core.base.cuda_driver import gpus_here
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.config.layout import DeviceType, Layout, LayoutKind
 from ddp_core.config.options import Asked

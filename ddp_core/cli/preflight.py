@@ -20,10 +20,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from ddp_core.base.cuda_driver import gpus_here
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.cli.compare import aligned
-from ddp_core.cli.devices import gpus_here
 from ddp_core.cli.preflight_figures import expectations, measured
 from ddp_core.cli.preflight_layouts import Attempts, layouts_to_try
 from ddp_core.cli.prepare import check_request, prepare

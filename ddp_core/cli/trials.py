@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddp_core.base.beneath import read_file
+from ddp_core.base.cuda_driver import gpus_here
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_file
 from ddp_core.cli import training
-from ddp_core.cli.devices import gpus_here
 from ddp_core.cli.prepare import load_with_settings
 from ddp_core.config.options import Asked
 from ddp_core.distributed.launchers import Node
