@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks import gpu, gpu_files
-from benchmarks.gpu_lines import HEAD, LINES, NAME, append, place
+from benchmarks.gpu_lines import COLLECTION, HEAD, LINES, NAME, append, place
 from ddp_core.base.errors import ExitCode
 from ddp_core.config.layout import SHARD_MODES
 from tests.support import ranks
@@ -225,7 +225,7 @@ class Collection:
     """The tests of tests/gpu that one or two devices can run."""
 
     part: str = "tests"
-    name: str = "collection"
+    name: str = COLLECTION
     seconds: float = 60.0
     is_alone: bool = False
 
@@ -234,7 +234,7 @@ class Collection:
         words = ["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu or gpu2", "tests/gpu"]
         ended = ranks.launch(words, 0, scratch / "said", seconds, _pytest)
         ids = [line for line in ended.said.splitlines() if line.startswith("tests/gpu/") and "::" in line]
-        return {"outcome": "done", "ids": ids} if ended.code == 0 and ids else _failed(ended)
+        return {"outcome": "done", "tests": len(ids), "ids": ids} if ended.code == 0 and ids else _failed(ended)
 
 
 def _failed(ended: ranks.Ended) -> dict[str, Any]:

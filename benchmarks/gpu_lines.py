@@ -1,8 +1,8 @@
 """What has run on GPUs, a JSON line for each result, appended as it comes: a killed command loses one line at most.
 
 Every line says the commit and the place it is of (device, driver, torch), so lines of many commands may stand in one
-file. Of two lines of one commit, place and item the later counts. Lines of a stand-in for CUDA, which tests use, say so
-and are never merged.
+file. Of two lines of one commit, place and item the later counts, and of speeds the median. Lines of a stand-in for
+CUDA, which tests use, say so and are never merged.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.record import RESULTS
@@ -25,6 +26,10 @@ STAND_IN = "DDP_STANDIN_CUDA"
 """Variable: tests have put a stand-in in the place of CUDA (tests/support/standin_cuda)."""
 CUT_OFF = "cut off"
 """The outcome of an item that still ran when the command's time was over; any other is final for commit and place."""
+
+SPEED = "images_per_second"
+COLLECTION = "collection"
+"""The item that has the number of all tests, so that those that had no time are seen to be missing."""
 
 Line = dict[str, Any]
 
@@ -97,9 +102,24 @@ def key(line: Mapping[str, Any]) -> str:
 
 
 def by_item(lines: Iterable[Line], head: Mapping[str, Any]) -> dict[str, Line]:
-    """The last line of each item, of the commit and place that `head` names."""
-    wanted = key(head)
-    return {line["item"]: line for line in lines if key(line) == wanted}
+    """The last line of each item, of the commit and place that `head` names.
+
+    Where it has a speed, that is the median over all lines of the item that have one, and `rounds` is their number.
+    """
+    wanted, found = key(head), dict[str, list[Line]]()
+    for line in lines:
+        if key(line) == wanted:
+            found.setdefault(line["item"], []).append(line)
+    return {item: _of_rounds(each) for item, each in found.items()}
+
+
+def _of_rounds(lines: Sequence[Line]) -> Line:
+    """One for all lines of an item; a line that was cut off is no result where another one is."""
+    last = ([line for line in lines if line["outcome"] != CUT_OFF] or lines)[-1]
+    if SPEED not in last:
+        return last
+    speeds = [line[SPEED] for line in lines if SPEED in line]
+    return last | {SPEED: median(speeds), "rounds": len(speeds)}
 
 
 def newest_first(lines: Iterable[Line]) -> list[dict[str, Line]]:

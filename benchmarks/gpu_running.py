@@ -67,9 +67,8 @@ def _check(wanted: Wanted, setting: Setting) -> int:
     ids: list[str] = []
     if setting.deadline - time.monotonic() > SHORTEST:
         collected = _find(setting, Collection())
-        ids = collected.get("ids", [])
-        if not ids:
-            _keep(setting, Collection(), collected)
+        ids = collected.pop("ids", [])
+        _keep(setting, Collection(), collected)
     # A test waits for the interpreters that it starts more than for the device.
     run(items_of_tests(ids, wanted.slice_of), replace(wanted, jobs=2 * wanted.jobs), setting)
     lines = gpu_lines.by_item(_lines(wanted.folder), setting.head)

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.gpu import ARTICLE, TRACE, TRACED, summary_of
-from benchmarks.gpu_lines import CUT_OFF, NAME, Line, newest, newest_first, read
+from benchmarks.gpu import ARTICLE, TRACE, TRACED, summary_of, times_plain
+from benchmarks.gpu_files import PRECISIONS
+from benchmarks.gpu_lines import COLLECTION, CUT_OFF, NAME, SPEED, Line, newest, newest_first, read
 from benchmarks.gpu_trace import idle_in_words
 from benchmarks.record import RESULTS, is_stand_in
 
@@ -20,6 +21,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "gpu-runs
 BEGIN, END = "<!-- begin: python -m benchmarks.gpu_runs -->", "<!-- end -->"
 _PRODUCTS = {"convolutions": "conv", "other products": "matmul"}
 _NOT_YET = "has not run on a GPU yet"
+_CHANGES = {True: ", with changes", False: "", None: ", whether changed is not known"}
+_TIMED, _FROM_FILES = "images/s: ", "from files: "
 
 Lines = Mapping[str, Line]
 """The last line of each item, of one commit on one machine."""
@@ -48,9 +51,10 @@ def _digests(lines: Lines) -> str:
     found = _exact(lines)
     if not found:
         return f"`make gpu-check` {_NOT_YET}."
-    unlike = len(_unlike(lines))
     groups = len({line["group"] for line in found})
-    said = f"{len(found) - unlike} of {len(found)} exact trainings in {groups} settings have the digest of one process"
+    count = len(found) - groups  # one of each group is what the others are compared with
+    alike = f"{count - len(_unlike(lines))} of {count}"
+    said = f"{alike} exact trainings in {groups} settings have the digest of one process"
     return f"`make gpu-check` {_on(found)}: {said}."
 
 
@@ -62,6 +66,8 @@ def _tests(lines: Lines) -> str:
     skipped = Counter(" ".join(line["said"]) for line in found if line["outcome"] == "skipped")
     counts = [f"{outcomes[kind]} {kind}" for kind in ("passed", "failed") if outcomes[kind]]
     counts += [f"{count} skipped ({reason})" for reason, count in sorted(skipped.items())]
+    counts += [f"{outcomes[CUT_OFF]} ended by the limit of the time"] if outcomes[CUT_OFF] else []
+    counts += [f"of {lines[COLLECTION]['tests']} tests"] if COLLECTION in lines else []
     return f"`make test-gpu` {_on(found)}: {', '.join(counts)}."
 
 
@@ -69,24 +75,48 @@ def _benchmark(lines: Lines, path: Path) -> str:
     """From the benchmark's own record, or from the same contenders in `make gpu-check`."""
     record = json.loads(path.read_text()) if path.exists() else None
     if record is None or is_stand_in(record["machine"]):
-        timed = [line for line in lines.values() if "images_per_second" in line]
+        timed = [line for line in lines.values() if SPEED in line]
         if not timed:
             return f"`make bench-gpu` {_NOT_YET}."
-        return f"`make gpu-check` {_on(timed)}: {summary_of(_speeds(lines))}."
+        return f"`make gpu-check` {_on(timed)}: {_timed(lines)}."
     machine, devices = record["machine"], record["machine"]["gpus"]
     on = f"ran on {len(devices)} x {devices[0]}, torch {machine['torch']}, {record['date'][:10]}"
     return f"`make bench-gpu` {on}: {record['results']['summary']}."
 
 
-def what_was_timed(folder: Path = RESULTS) -> str:
-    """The fastest contender that `make gpu-check` has timed, in words; nothing where it has timed none."""
-    speeds = _speeds(newest(read(folder / NAME)))
-    return summary_of(speeds) if speeds else ""
+def what_was_timed(folder: Path = RESULTS) -> dict[str, str]:
+    """What `make gpu-check` has timed, in words, by benchmark; without those of which it has timed nothing."""
+    lines = newest(read(folder / NAME))
+    found = {"gpu": _timed(lines) if _speeds(lines) else "", "gpu_files": _from_files(lines)}
+    return {name: said for name, said in found.items() if said}
+
+
+def _timed(lines: Lines) -> str:
+    speeds = _speeds(lines)
+    compared = {_TIMED + case for case in speeds if case.startswith("exact") and times_plain(case, speeds)}
+    return f"{_rounds({lines[item]['rounds'] for item in compared} or {0})}, {summary_of(speeds)}"
+
+
+def _from_files(lines: Lines) -> str:
+    """The fastest of ours beside the script in the same precision, for each precision that both were timed in."""
+    speeds, said = _speeds(lines, _FROM_FILES), []
+    for precision in PRECISIONS:
+        ours = {case: speed for case, speed in speeds.items() if case.startswith(f"ddp train, {precision}")}
+        if ours and (script := speeds.get(f"script, {precision}")):
+            best = max(ours, key=lambda case: ours[case])
+            said.append(f"{best} {ours[best] / script:.2f} times the script in {precision}")
+    rounds = {line["rounds"] for item, line in lines.items() if item.startswith(_FROM_FILES) and SPEED in line}
+    return f"{_rounds(rounds)}, {', '.join(said)}" if said else ""
+
+
+def _rounds(counts: set[int]) -> str:
+    few, many = min(counts), max(counts)
+    return "one round" if many == 1 else f"median of {many} rounds" if few == many else f"{few} to {many} rounds"
 
 
 def _on(found: list[Line]) -> str:
     last = max(found, key=lambda line: str(line["date"]))
-    on, changed = last["on"], ", with changes" if last["dirty"] else ""
+    on, changed = last["on"], _CHANGES[last["dirty"]]
     machine = f"{on['devices']} x {on['device']}, torch {on['torch']}"
     return f"ran on {machine}, {last['date'][:10]}, commit {str(last['commit'])[:12]}{changed}"
 
@@ -130,18 +160,22 @@ def _digest_table(lines: Lines) -> Iterator[str]:
             yield f"| {item} | `{line['digest'][:16]}` | {said} |"
 
 
-def _speeds(lines: Lines, of: str = "images/s: ") -> dict[str, float]:
+def _speeds(lines: Lines, of: str = _TIMED) -> dict[str, float]:
     """Images per second by contender, of the items whose names begin so and that came to their end."""
-    timed = (line for item, line in lines.items() if item.startswith(of) and "images_per_second" in line)
-    return {line["case"]: line["images_per_second"] for line in timed}
+    timed = (line for item, line in lines.items() if item.startswith(of) and SPEED in line)
+    return {line["case"]: line[SPEED] for line in timed}
 
 
 def _speed_table(lines: Lines) -> Iterator[str]:
     speeds = _speeds(lines)
     base = speeds.get(ARTICLE)
-    yield from ("", "| ResNet-18, 224x224 | images/s | of the article's loop |", "|---|---|---|")
+    yield from ("", "| ResNet-18, 224x224 | rounds | images/s | times as long as plain | of the article's loop |")
+    yield "|---|---|---|---|---|"
     for case, speed in speeds.items():
-        yield f"| {case} | {speed:.0f} | {f'{speed / base:.2f}' if base else '-'} |"
+        times = times_plain(case, speeds) if case != ARTICLE else None
+        cells = f"{times:.2f}" if times else "-", f"{speed / base:.2f}" if base else "-"
+        yield f"| {case} | {lines[_TIMED + case]['rounds']} | {speed:.0f} | {' | '.join(cells)} |"
+    yield from ("", "Plain: with any kernel, in the same precision and layout, compiled where the row is.")
     for line in lines.values():
         if tf32 := line.get("switches", {}).get("tf32"):
             kinds = (f"{kind} in {'TF32' if tf32[of] == 'tf32' else 'float32'}" for kind, of in _PRODUCTS.items())
@@ -149,12 +183,14 @@ def _speed_table(lines: Lines) -> Iterator[str]:
 
 
 def _files_table(lines: Lines) -> Iterator[str]:
-    speeds = _speeds(lines, "from files: ")
+    speeds = _speeds(lines, _FROM_FILES)
     if speeds:
-        yield from ("", "| ResNet-18 from JPEG files | images/s | of the script in float32 |", "|---|---|---|")
+        yield from ("", "| ResNet-18 from JPEG files | rounds | images/s | of the script in float32 |")
+        yield "|---|---|---|---|"
     base = speeds.get("script, fp32")
     for case, speed in speeds.items():
-        yield f"| {case} | {speed:.0f} | {f'{speed / base:.2f}' if base else '-'} |"
+        of_base = f"{speed / base:.2f}" if base else "-"
+        yield f"| {case} | {lines[_FROM_FILES + case]['rounds']} | {speed:.0f} | {of_base} |"
 
 
 def _trace(path: Path) -> Iterator[str]:

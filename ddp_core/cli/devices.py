@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 
-import torch
-
+from ddp_core.base.cuda_driver import gpus_here
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.config.layout import DeviceType, Layout, LayoutKind
 from ddp_core.config.options import Asked
@@ -73,11 +72,6 @@ def check_gpus(layout: Layout, reduction: ReductionKind, backend: str, world: Wo
         )
     if layout.kind == "dp":
         say_once(world, f"{few}: they are shared, which is no faster than {one_each}")
-
-
-def gpus_here() -> int:
-    """The number of GPUs that this process sees."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def say_once(world: World, line: str) -> None:

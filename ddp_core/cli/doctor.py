@@ -33,7 +33,7 @@ def _machine() -> dict[str, Any]:
     """The facts that decide which layouts run here, in plain JSON types and bytes."""
     import torch
 
-    from ddp_core.cli.devices import gpus_here
+    from ddp_core.base.cuda_driver import gpus_here
     from ddp_core.record.environment import describe_environment
 
     facts, count, shared = describe_environment(), gpus_here(), Path("/dev/shm")
@@ -84,7 +84,7 @@ def _memory(name: str, settings: Sequence[str], data_dir: Path) -> dict[str, Any
     import psutil
     import torch
 
-    from ddp_core.cli.devices import gpus_here
+    from ddp_core.base.cuda_driver import gpus_here
     from ddp_core.cli.prepare import load_with_settings
     from ddp_core.config.layout import SHARD_MODES
     from ddp_core.experiment.request import build_parts

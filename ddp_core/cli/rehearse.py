@@ -7,6 +7,8 @@ import json
 import time
 from pathlib import Path
 
+import torch
+
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.cli.prepare import check_request
 from ddp_core.config.experiment import Experiment
@@ -65,7 +67,9 @@ def _layouts(experiment: Experiment, own: Layout) -> list[Layout]:
     ranks = Layout(kind="ddp", device=own.device, nproc_per_node=2)
     cut = [ranks.model_copy(update={"shard": mode}) for mode in SHARD_MODES]
     others = [Layout(device=own.device), ranks.model_copy(update={"kind": "dp"}), ranks, *cut]
-    return list(dict.fromkeys([own, *(each for each in others if fitting(experiment, each) == each)]))
+    places = max(torch.cuda.device_count(), own.nproc_per_node) if own.device == "cuda" else ranks.nproc_per_node
+    here = [each for each in others if each.nproc_per_node <= places and fitting(experiment, each) == each]
+    return list(dict.fromkeys([own, *here]))
 
 
 def _tried(mini: Miniature, layout: Layout, single: Training | None, folder: Path) -> tuple[Repeated, str | None]:

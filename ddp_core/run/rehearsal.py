@@ -91,6 +91,8 @@ def compared(mini: Miniature, layout: Layout, single: Training, folder: Path) ->
 
     Raises UserError, with its exit code, where one of the two has failed, or data are others at each read.
     """
+    if layout.device == "cuda":
+        single.wait(LIMIT)  # two trainings would take each other's memory
     asked, reference = mini.killed_and_resumed(layout, folder / "asked"), single.wait(LIMIT)
     has_resumed = max(asked.sums[0], default=0) >= mini.killed_after > 0
     if not reference.code and asked.code == ExitCode.BAD_INPUT and has_resumed:
@@ -135,7 +137,8 @@ def fitting(experiment: Experiment, wanted: Layout) -> Layout | None:
     """The layout with four ranks or replicas at most, all on this machine; None where none can be had."""
     if wanted.kind == "single":
         return wanted
-    places = torch.cuda.device_count() if wanted.device == "cuda" else _MOST_RANKS
+    # As many ranks may share a GPU as the run itself has on one.
+    places = max(torch.cuda.device_count(), wanted.nproc_per_node) if wanted.device == "cuda" else _MOST_RANKS
     for count in range(min(_MOST_RANKS, places, wanted.nnodes * wanted.nproc_per_node), 0, -1):
         layout = wanted.model_copy(update={"nnodes": 1, "nproc_per_node": count})
         with contextlib.suppress(UserError):

@@ -3,8 +3,8 @@
 The promise is that this gives the same bits. So whatever vouches for a run is one call of `start` for each training,
 and a comparison of what the trainings have noted after each step.
 
-The processes are forked from the one that calls, which must have neither threads nor a device nor a process group; with
-GPUs each is a fresh interpreter, since a driver that this process may have asked does not survive a fork.
+The processes are forked from the one that calls, which must have neither threads nor a device nor a process group. With
+GPUs each is a fresh interpreter where the experiment's code has started CUDA, which does not survive a fork.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from ddp_core.base import cuda_driver
 from ddp_core.base.errors import ExitCode
 from ddp_core.base.process import die_with_parent
 from ddp_core.config.layout import Layout
@@ -93,7 +94,7 @@ class Training:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = folder / "request.json"
         self._file.write_text(request.to_json(), encoding="utf-8")
-        start = _interpreter if request.layout.device == "cuda" else _Fork
+        start = _interpreter if request.layout.device == "cuda" and cuda_driver.is_started() else _Fork
         port = free_port() if ranks > 1 else None
         self._processes: list[_Process] = []
         for rank in range(ranks):

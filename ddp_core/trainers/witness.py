@@ -13,6 +13,8 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 
+import torch
+
 from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import replace_file
@@ -200,5 +202,7 @@ class Witnessed(StepObserver):
         # A witness that begins late would else find it removed.
         new = (step for step in sorted(self._noted, reverse=True) if step > self._asked and checkpointer.hold(step))
         if (at := next(new, 0)) > 0:
+            # The witness needs the memory, if it trains on this device; elsewhere this does nothing.
+            torch.cuda.empty_cache()
             witness.ask(at, self._noted[at])
             self._asked, self._is_awaited = at, True

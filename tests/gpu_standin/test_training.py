@@ -217,3 +217,12 @@ def test_what_nccl_cannot_do_is_refused(tmp_path: Path) -> None:
     ended = ddp("train", "toy_mlp", *words, env=environment(1))
     assert ended.code == ExitCode.RESOURCES, ended.errors
     assert "nccl needs a GPU for each rank" in ended.errors
+
+
+def test_a_run_is_rehearsed_by_as_many_ranks_as_share_a_device_and_witnessed(tmp_path: Path) -> None:
+    """The ranks are forks here: the stand-in refuses any that come from a process that has asked the driver."""
+    words = ["--device", "cuda", "--layout", "ddp", "--nproc-per-node", "2", "--output", tmp_path]
+    ended = ddp("train", "toy_mlp", *words, "--rehearsal", "on", "--checkpoint-every", "1", env=environment(1))
+    assert ended.code == 0, ended.errors
+    assert "ddp-1x2-cuda, killed and resumed, have the same bits" in ended.errors
+    assert "trained again on one process" in ended.output

@@ -44,8 +44,11 @@ def recorded(tmp_path: Path) -> Path:
     for name, outcome in TESTS.items():
         said = ["needs 2 CUDA device(s), torch finds 1"] if outcome == "skipped" else ["E assert 1 == 2"]
         append(file, HEAD, line(item=f"tests/gpu/x.py::{name}", outcome=outcome, said=said))
-    for case, speed in ((ARTICLE, 100.0), ("exact bf16", 250.0)):
+    speeds = (ARTICLE, 100.0), ("plain bf16, any kernel", 500.0), ("exact bf16, graph", 300.0)
+    for case, speed in (*speeds, ("exact bf16, graph", 200.0), ("exact bf16, graph", 250.0)):
         append(file, HEAD, line(item=f"images/s: {case}", case=case, images_per_second=speed, switches=SWITCHES))
+    append(file, HEAD, line(item="images/s: exact bf16, graph", outcome="cut off"))
+    append(file, HEAD, line(item="collection", tests=9))
     for case, speed in (("script, fp32", 40.0), ("ddp train, bf16, nvjpeg", 120.0)):
         append(file, HEAD, line(item=f"from files: {case}", case=case, images_per_second=speed))
     append(file, HEAD, line(item="images/s: cut", outcome="cut off"))
@@ -83,11 +86,24 @@ def test_records_in_words(tmp_path: Path, recorded: Path) -> None:
     ran = "ran on 2 x NVIDIA H100, torch 2.13.0+cu130, 2026-12-01"
     assert what_ran(recorded) == [
         f"`make gpu-check` {ran}, commit 0123456789ab, with changes: "
-        "2 of 3 exact trainings in 1 settings have the digest of one process.",
+        "1 of 2 exact trainings in 1 settings have the digest of one process.",
         f"`make test-gpu` {ran}, commit 0123456789ab, with changes: "
-        "2 passed, 1 failed, 1 skipped (needs 2 CUDA device(s), torch finds 1).",
+        "2 passed, 1 failed, 1 skipped (needs 2 CUDA device(s), torch finds 1), of 9 tests.",
         f"`make bench-gpu` {ran}: 5.2x the article's loop.",
     ]
+
+
+def test_speeds_in_words_are_medians_against_plain_in_the_same_precision(recorded: Path) -> None:
+    (recorded / "gpu.json").unlink()
+    compared = "times as long as plain with any kernel in the same precision and layout: exact bf16 2.00 (graph)"
+    assert what_ran(recorded)[2].endswith(f", with changes: median of 3 rounds, {compared}.")
+
+
+def test_a_record_that_does_not_know_of_changes_is_not_clean(tmp_path: Path) -> None:
+    for dirty, said in ((None, ", whether changed is not known: 1 passed."), (False, "commit 0123456789ab: 1 passed.")):
+        line = {"item": "tests/gpu/x.py::a", "outcome": "passed", "date": f"2026-12-0{2 if dirty is None else 3}"}
+        append(tmp_path / NAME, HEAD | {"dirty": dirty}, line)
+        assert what_ran(tmp_path)[1].endswith(said)
 
 
 def test_the_page_has_a_table_of_each_kind(recorded: Path) -> None:
@@ -95,8 +111,8 @@ def test_the_page_has_a_table_of_each_kind(recorded: Path) -> None:
     assert "| exact fp32: ddp x 2 | `11` | as one process |" in text
     assert "| exact fp32: dp x 1 | `22` | other bits |" in text
     assert "| plain fp32: single | `33` | - |" in text
-    assert "| exact bf16 | 250 | 2.50 |" in text
-    assert "| ddp train, bf16, nvjpeg | 120 | 3.00 |" in text
+    assert "| exact bf16, graph | 3 | 250 | 2.00 | 2.50 |" in text
+    assert "| ddp train, bf16, nvjpeg | 1 | 120 | 3.00 |" in text
     assert "- tests/gpu/x.py::c: `E assert 1 == 2`" in text
     assert "Ended by the limit of the time, so not known: images/s: cut." in text
     assert "Before it:\n\n- `make gpu-check` has not run on a GPU yet. `make test-gpu` ran on 2 x NVIDIA H100" in text

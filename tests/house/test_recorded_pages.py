@@ -67,8 +67,9 @@ def test_a_row_says_where_rounds_are_fewer_than_the_page_promises(
 def test_what_is_not_recorded_is_not_measured_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     assert last_figures.last_figures("train_on_nodes") == record.NOT_YET
-    assert "3.25 times the article's loop" in last_figures.last_figures("gpu")
-    monkeypatch.setattr(last_figures, "what_was_timed", lambda: "")
+    assert "times as long as plain with any kernel in the same precision" in last_figures.last_figures("gpu")
+    assert "times the script in bf16" in last_figures.last_figures("gpu_files")
+    monkeypatch.setattr(last_figures, "what_was_timed", dict)
     assert "not run on a GPU yet" in last_figures.last_figures("gpu")
 
 
