@@ -329,7 +329,7 @@ def _observers(
         observers: list[StepObserver] = []
         if options.profile is not None:
             observers.append(stack.enter_context(_profiler(options.profile, directory, collectives, console)))
-        elif rules_of(options.numerics) is not None and world.is_first:
+        elif rules_of(options.numerics) is not None and world.is_first and not record.request.is_tried:
             from ddp_core.observe.unknown_operations import UnknownOperations
 
             observers.append(stack.enter_context(closing(UnknownOperations(console.warn))))
