@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
@@ -45,22 +44,9 @@ class CheckpointFiles:
         self.root = fence.directory if isinstance(fence, Fence) and is_in_run else directory
         self._synced_before = synced_before
         self._keep_last, self._keep_every = keep_last, keep_every
-        self._held: int | None = None
-        self._holding = threading.Lock()
+        self.held: frozenset[int] = frozenset()
+        """The steps of checkpoints that stay beside those that `keep_last`, `keep_every` and the best one name."""
         self._fence, self._ranks, self._at = fence, ranks, at
-
-    def hold(self, step: int) -> bool:
-        """Let the checkpoint of this step, and no other, stay until `let_go`; returns whether it is there."""
-        with self._holding:
-            self._held = step
-        return any(manifests.step_of_manifest(path.name) == step for path in self.directory.iterdir())
-
-    def let_go(self, newest: Checkpoint | None) -> None:
-        """Hold none any more, and remove those that are not to be kept beside the `newest`."""
-        with self._holding:
-            held, self._held = self._held, None
-        if held is not None and newest is not None:
-            self._prune(newest, set())
 
     def only_writer(self) -> AbstractContextManager[None]:
         """A block during which no other process may write; raises Superseded where this process may not."""
@@ -202,7 +188,7 @@ class CheckpointFiles:
         self._point("latest", checkpoint)
         if best:
             self._point("best", checkpoint)
-        self._prune(checkpoint, {part.file for part in replaced})
+        self.prune(checkpoint, {part.file for part in replaced})
         return checkpoint
 
     def _require_seen(self, parts: Sequence[DataPart]) -> None:
@@ -233,12 +219,12 @@ class CheckpointFiles:
             self._at(f"{name} renamed")
         sync(self.directory)
 
-    def _prune(self, newest: Checkpoint, replaced: set[str]) -> None:
+    def prune(self, newest: Checkpoint, replaced: Collection[str] = ()) -> None:
         """Remove the data files that `newest` has replaced, by name, and the checkpoints that are to be kept no longer.
 
         A checkpoint whose data is damaged does not count as one of the newest that stay.
         """
-        for name in replaced - {part.file for part in newest.data}:
+        for name in {*replaced} - {part.file for part in newest.data}:
             remove_beneath(self.directory / name, self.root)
         found: dict[int, Path] = {}
         data: dict[int, list[Path]] = {}
@@ -256,13 +242,11 @@ class CheckpointFiles:
                 data[step] = [self.directory / part.file for part in checkpoint.data]
                 manifests.require_data(checkpoint)
                 sound.append(step)
-        keep = {*sound[: self._keep_last], manifests.pointed_step(self.directory / "best.json")}
+        keep = {*sound[: self._keep_last], manifests.pointed_step(self.directory / "best.json"), *self.held}
         for step in sorted(found.keys() - keep):
             if any(step % each == 0 for each in self._keep_every):
                 continue
-            with self._holding, self.only_writer():
-                if step == self._held:
-                    continue
+            with self.only_writer():
                 remove_beneath(found[step], self.root)
                 self._at("old manifest removed")
                 for path in data.get(step, []):

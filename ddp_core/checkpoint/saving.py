@@ -9,8 +9,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -161,14 +161,21 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if self._pending is not None and self._pending.done():
             self.wait()
 
-    def hold(self, step: int) -> bool:
-        """Let the checkpoint of this step, and no other, stay until `let_go`; returns whether it is there."""
-        return self._files.hold(step)
+    def hold(self, steps: Collection[int]) -> None:
+        """Let the checkpoints of these steps, and no others, stay beside those that stay by themselves."""
+        self._files.held = frozenset(steps)
 
     def let_go(self) -> None:
-        """Remove what was held where it is none of those that stay; waits as `wait` does."""
-        self.wait()
-        self._files.let_go(self.last)
+        """Hold none any more; where some were, wait as `wait` does, and remove those that were only held."""
+        if self._files.held:
+            self.wait()
+            self._files.held = frozenset()
+            if self.last is not None:
+                self._files.prune(self.last)
+
+    def is_writing(self, seconds: float = 0.0) -> bool:
+        """Whether an asynchronous save is still being written after so many seconds."""
+        return self._pending is not None and bool(wait([self._pending], seconds).not_done)
 
     def wait(self) -> None:
         """Return when nothing is being written any more; raise the error of an asynchronous save, if there was one."""

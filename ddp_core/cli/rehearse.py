@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -42,11 +43,12 @@ def rehearse(request: Request) -> int:
     is_exact = request.options.reduction == "exact"
     load_for_optimizers()  # each process that is forked needs it
     said: dict[Layout, tuple[int, str]] = {}
-    with Children("ddp-rehearsal-") as children, alone(mini, children.folder) as single:
+    with Children("ddp-rehearsal-") as children, ExitStack() as stack:
+        single = stack.enter_context(alone(mini, children.folder)) if is_exact else None
         for layout in _layouts(experiment, own) if is_exact else [own]:
             began, digest = time.monotonic(), "-"
             try:
-                repeated, other = _tried(mini, layout, single if is_exact else None, children.folder / layout.label)
+                repeated, other = _tried(mini, layout, single, children.folder / layout.label)
                 last = repeated.sums[0][max(repeated.sums[0])]
                 digest = hashlib.sha256(json.dumps(sorted(last.items())).encode()).hexdigest()[:12]
                 said[layout] = (ExitCode.DONE, "") if other is None else (DIFFERENT, other)

@@ -125,7 +125,7 @@ def other_ddp(record: Mapping[str, Any]) -> str | None:
     if (there["version"], there["commit"]) == (here["version"], here["commit"]):
         return None
     versions = [
-        code["version"] + (f" at commit {code['commit'][:12]}" if code["commit"] else "") for code in (here, there)
+        f"{code['version']}" + (f" at commit {code['commit'][:12]}" if code["commit"] else "") for code in (here, there)
     ]
     return f"ddp_core is {versions[0]} here, and the run was made with {versions[1]}"
 

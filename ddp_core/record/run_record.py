@@ -23,9 +23,11 @@ from ddp_core.data.data_digest import DataDigest, changed_at
 from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Stopped
+from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import Request
 from ddp_core.experiment.source import FOLDER, Source, changed_files, collect, diff, read_source
 from ddp_core.numerics.limits import rules_of
+from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
 from ddp_core.record.continuing import continue_command, differing, in_words, kept_length
 from ddp_core.record.data import keep_digest, recorded_digest
@@ -190,9 +192,6 @@ class RunRecord:
             self._try_to_end(error.exit_code, str(error))
             raise
         except Exception as error:
-            from ddp_core.experiment.blame import shortage, unforeseen
-            from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
-
             known = shortage(error, self.world.place)
             if known is None and is_peer_loss(error):
                 lost = peers_lost(error, self.directory.path, self.world, self._step)

@@ -28,19 +28,22 @@ def connected() -> Connection:
 
 
 class OverSocket:
-    """The witness of a run, which the repeater of this machine is; see `Witness` in ddp_core/trainers/witness.py."""
+    """The witness of a run, which the repeater of this machine is; see `Witness` in ddp_core/trainers/testimony.py."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
         self._connection: Connection | None = None
 
     def ask(self, step: int, noted: Mapping[int, Sums]) -> None:
-        with contextlib.suppress(OSError):
-            self._connection = connected()
+        self._connection = None
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            connection = stack.enter_context(connected())
             # A repeater that answers somebody else reads a question later, so it must be short enough to lie there.
             file = Path(os.environ[ADDRESS]).with_name(f"noted-{os.getpid()}-{step}.json")
             file.write_text(json.dumps({number: dict(each) for number, each in noted.items()}), encoding="utf-8")
-            self._connection.send(("witness", (str(self._run.absolute()), step, str(file))))
+            connection.send(("witness", (str(self._run.absolute()), step, str(file))))
+            stack.pop_all()  # it is closed only where nothing was asked
+            self._connection = connection
 
     def answer(self, seconds: float) -> Testimony | None:
         if self._connection is None:

@@ -23,9 +23,13 @@ from ddp_core.distributed.reports import die_with_launcher, report_end, report_e
 from ddp_core.distributed.seat import stop_file
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
+
+# What names a failure is loaded before: after it, there may be no file that can be opened.
+from ddp_core.experiment.blame import shortage, unforeseen, users_trace
 from ddp_core.experiment.request import Request
 from ddp_core.numerics.limits import rules_of
 from ddp_core.observe.heartbeat import Heartbeat
+from ddp_core.observe.lost_peers import is_peer_loss, short_message
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepObserver
 from ddp_core.record.directory import RunDirectory
@@ -90,9 +94,6 @@ def run_worker(request: Request, world: World) -> int:
     except UserError as error:
         return report_end(world, error.exit_code, str(error))
     except Exception as error:
-        from ddp_core.experiment.blame import shortage, unforeseen, users_trace
-        from ddp_core.observe.lost_peers import is_peer_loss, short_message
-
         if known := shortage(error, world.place):
             return report_end(world, known.exit_code, str(known))
         if is_peer_loss(error):
@@ -295,8 +296,6 @@ def _checkpointer(
         try:
             yield checkpointer
         except Exception as error:
-            from ddp_core.observe.lost_peers import is_peer_loss
-
             if is_peer_loss(error):
                 _raise_failed_save(checkpointer)
             raise

@@ -57,9 +57,8 @@ class Guard:
 
         `kind` names it in the figures.
         """
-        began = time.perf_counter()
         try:
-            with self._clock.aside("other"):
+            with self.timed(kind):
                 yield
         except UserError as error:
             if self._job.options.on_difference == "stop":
@@ -68,6 +67,14 @@ class Guard:
             self._job.console.say(f"warning: {error}; the run goes on as asked, and its record says so")
             if self._job.broken is not None:
                 self._job.broken(step, str(error))
+
+    @contextlib.contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """Count the time of a block to the checks of this kind, and not to the steps."""
+        began = time.perf_counter()
+        try:
+            with self._clock.aside("other"):
+                yield
         finally:
             seconds = self.figures["seconds"]
             seconds[kind] = seconds.get(kind, 0.0) + time.perf_counter() - began

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -98,6 +98,20 @@ class Saving(StepObserver):
             if name in self._written and type(parameter.detach()) is Tensor
         )
         return [*self._state.model.buffers(), *written]
+
+    def hold(self, steps: Collection[int]) -> None:
+        """Let the checkpoints of these steps, and no others, stay beside those that stay by themselves."""
+        if self._job.checkpointer is not None:
+            self._job.checkpointer.hold(steps)
+
+    def let_go(self) -> None:
+        """Hold no checkpoint any more, and remove those that were only held."""
+        if self._job.checkpointer is not None:
+            self._job.checkpointer.let_go()
+
+    def is_writing(self, seconds: float = 0.0) -> bool:
+        """Whether a checkpoint is still being written here after so many seconds."""
+        return self._job.checkpointer is not None and self._job.checkpointer.is_writing(seconds)
 
     def wait(self) -> None:
         """Return once the last checkpoint is written, on the ranks that write."""

@@ -18,6 +18,7 @@ import torch
 from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import replace_file
+from ddp_core.checkpoint import find_checkpoints
 from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.trainers.checks import Guard
 from ddp_core.trainers.job import Job
@@ -64,6 +65,8 @@ class Witnessed(StepObserver):
         """Steps after later checkpoints than this one are noted, and the last step that was."""
         self._compares = False
         """Whether rank 0 has such notes; the same on all ranks."""
+        self._begins_early = False
+        """Whether the last witness begins as soon as its checkpoint is written."""
 
     def go_on(self, is_changed: bool, is_fork: bool) -> None:
         """Compare the next steps with what they made before the run was interrupted, unless it `is_changed` since then.
@@ -96,16 +99,27 @@ class Witnessed(StepObserver):
 
     def after_step(self, batch: StepBatch) -> None:
         step, saved = self._state.step, self._saving.newest_step
-        if not (self._is_on and self._is_to_note(step, saved)):
+        if not self._is_on:
             return
+        if self._is_to_note(step, saved):
+            self._note(step, saved)
+            self._begins_early = step == saved + NOTED and self._is_last_noted(step)
+        if self._begins_early and self._is_first and not self._saving.is_writing():
+            # It can train beside the run, so that the end need not wait for all of it.
+            self._begins_early = False
+            self._ask()
+
+    def _note(self, step: int, saved: int) -> None:
+        """Keep what the step has made, and compare it with what it made before an interruption."""
         self._reached = step
         with self._guard.check(_KIND, step):
             sums = state_sums(self._state, self._job.layout.saves_in_parts, self._is_first)
         if sums is not None:
-            # Older checkpoints may be gone by now.
             kept = sorted({*self._noted, saved})[-2:]
             self._noted = {at: self._noted.get(at, {}) for at in kept}
             self._noted[saved][step] = sums
+            # A witness that begins late, or is slow, would else find its checkpoint removed.
+            self._saving.hold({*self._noted, *([self._asked] if self._is_awaited else [])})
         if self._compares:
             with self._guard.check(_KIND, step):
                 lost = self._lost.get(step) if self._is_first else None
@@ -117,10 +131,6 @@ class Witnessed(StepObserver):
                     )
         if sums is not None:
             self._write(saved)
-            if step == saved + NOTED and self._is_last_noted(step):
-                # It can train beside the run, so that the end need not wait for all of it.
-                self._saving.wait()
-                self._ask()
 
     def _is_last_noted(self, step: int) -> bool:
         """Whether no save is due any more but that of the end, and the run does not wait for its witnesses."""
@@ -141,15 +151,14 @@ class Witnessed(StepObserver):
         Raises UserError (2), on all ranks, where it has found other bits.
         """
         if self._is_on:
-            if self._guard.mode == "strict":
-                self._saving.wait()  # the checkpoint to repeat from may be under way
             self._hear(is_end=False)
 
     def end(self) -> None:
         """Have the newest noted steps repeated, and wait for that. Raises UserError (2), on all ranks, as before."""
         if self._is_on:
-            self._saving.wait()
             self._hear(is_end=True)
+        if self._is_first:
+            self._saving.let_go()
 
     @property
     def _is_on(self) -> bool:
@@ -159,8 +168,10 @@ class Witnessed(StepObserver):
         """Let rank 0 tell all ranks, message by message, what witnesses have found."""
         messages = self._messages(is_end)
         while self._is_on:
+            with self._guard.timed(_KIND):
+                told = next(messages, None) if self._is_first else None
             with self._guard.check(_KIND, self._state.step):
-                found = self._job.collectives.broadcast(next(messages, None) if self._is_first else None)
+                found = self._job.collectives.broadcast(told)
                 if found is None:
                     return
                 for said, differs, _ in found:
@@ -172,6 +183,9 @@ class Witnessed(StepObserver):
     def _messages(self, is_end: bool) -> Iterator[list[Testimony]]:
         """What witnesses have found; an empty list now and then while one is waited for (rank 0)."""
         job, waits = self._job, is_end or self._waits
+        seconds = min(_POLL_SECONDS, job.options.timeout / 4) if waits else 0.0
+        while waits and self._saving.is_writing(seconds):  # it may be the checkpoint to repeat from
+            yield []
         while True:
             if waits and job.stop.requested:
                 if is_end:
@@ -182,11 +196,9 @@ class Witnessed(StepObserver):
             if not self._is_awaited:
                 break
             assert job.witness is not None
-            found = job.witness.answer(min(_POLL_SECONDS, job.options.timeout / 4) if waits else 0.0)
+            found = job.witness.answer(seconds)
             if found is not None:
                 self._is_awaited = False
-                if job.checkpointer is not None:
-                    job.checkpointer.let_go()
                 self._due_at = time.monotonic() + max(_APART_SECONDS, _APART_TIMES * found.seconds)
             elif not waits:
                 return
@@ -196,12 +208,11 @@ class Witnessed(StepObserver):
 
     def _ask(self) -> None:
         """Have the newest noted steps repeated, unless they were, or a witness is at work (rank 0)."""
-        witness, checkpointer = self._job.witness, self._job.checkpointer
-        if self._is_awaited or witness is None or checkpointer is None:
+        witness, directory = self._job.witness, self._job.directory
+        if self._is_awaited or not self._noted or witness is None or directory is None:
             return
-        # A witness that begins late would else find it removed.
-        new = (step for step in sorted(self._noted, reverse=True) if step > self._asked and checkpointer.hold(step))
-        if (at := next(new, 0)) > 0:
+        there = {each.step for each in find_checkpoints(directory / "checkpoints")}
+        if (at := max(self._noted.keys() & there, default=0)) > self._asked:
             # The witness needs the memory, if it trains on this device; elsewhere this does nothing.
             torch.cuda.empty_cache()
             witness.ask(at, self._noted[at])

@@ -79,6 +79,7 @@ OFF: Mapping[str, Mapping[str, Any]] = {
 SINGLE: tuple[str, ...] = ()
 DP = ("--layout", "dp", "--nproc-per-node", "3")
 DDP = ("--layout", "ddp", "--nproc-per-node", "2")
+STRICT = ("--guard", "strict")
 DDP_4 = ("--layout", "ddp", "--nproc-per-node", "4")
 
 
@@ -153,9 +154,9 @@ FOREIGN = file("foreign_code")
         case(NOBODY, *file("one_rank_alone"), *DDP, CHANGED="0.weight"),
         case(NOBODY, *file("one_rank_alone"), *DDP, "--shard", "optimizer", CHANGED="0.weight"),
         case(NOBODY, *file("one_rank_alone"), *DDP, "--shard", "parameters", CHANGED="0.weight", STEP="4"),
-        # Samples that are random, and a model that asks whether it is cut.
-        case(NOBODY, *file("random_rows"), fast=True),
-        case(NOBODY, *file("random_rows"), *DDP),
+        # Samples that are random, which only a strict guard refuses, and a model that asks whether it is cut.
+        case(NOBODY, *file("random_rows"), *STRICT, fast=True),
+        case(NOBODY, *file("random_rows"), *DDP, *STRICT),
         case(NOBODY, *file("asks_whether_cut"), *DDP, "--shard", "parameters"),
         # Models that keep, draw or ask for something of their own.
         case(NOBODY, *FOREIGN, CASE="attribute"),
@@ -172,7 +173,7 @@ FOREIGN = file("foreign_code")
         case(NOBODY, *FOREIGN, *DDP, CASE="buffer"),
         case(NOBODY, *FOREIGN, CASE="late"),
         case(NOBODY, *FOREIGN, *DDP, CASE="callback"),
-        case(NOBODY, *FOREIGN, CASE="noisy data"),
+        case(NOBODY, *FOREIGN, *STRICT, CASE="noisy data"),
     ],
 )
 def test_it_is_found_with_its_mend_switched_off(

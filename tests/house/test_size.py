@@ -23,7 +23,6 @@ def test_a_room_is_no_larger_than_its_budget(room: str) -> None:
     lines = sum(map(lines_of, (ROOT / room).rglob("*.py")))
     allowed = BUDGET["rooms"][room]
     assert lines <= allowed, f"take away {lines - allowed} lines of {room}, or say in the commit why the budget rises"
-    assert lines > 0.98 * allowed - 10, f"the budget of {room} in pyproject.toml can fall to {lines}"
 
 
 def test_every_room_has_a_budget() -> None:

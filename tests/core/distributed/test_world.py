@@ -158,6 +158,7 @@ def test_few_modules_touch_the_environment() -> None:
         "cli/early_numerics.py": "sets those limits before torch is loaded, or starts the process anew",
         "base/process.py": "starts the process anew with hashes that are alike in all processes",
         "run/repeat.py": "gives a process that trains steps again the environment of a rank of its own",
+        "run/asking.py": "finds the process that repeats a run's steps",
         "run/repeater.py": "tells workers where the process waits that repeats their steps",
         "run/rehearsing.py": "hands its environment on to the process that rehearses a resume",
         "record/environment.py": "notes libraries' settings and what the image was built from",

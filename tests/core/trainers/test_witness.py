@@ -38,9 +38,13 @@ class Run:
 
     def __init__(self, mode: str, patch: pytest.MonkeyPatch, steps: int = 1000, directory: Path = Path()) -> None:
         self.now, self.played = 0.0, Played()
+        self.held: list[set[int]] = []
+        self.is_slow = False
+        """Whether the newest save is still being written when the next step has been made."""
         patch.setattr(witness.time, "monotonic", lambda: self.now)
         patch.setattr(witness, "state_sums", lambda *_: {"weight": "1"})
         patch.setattr(witness, "replace_file", lambda *_, **__: None)
+        patch.setattr(witness, "find_checkpoints", lambda _: [SimpleNamespace(step=step) for step in range(0, 999, 5)])
         alone = SimpleNamespace(world=SimpleNamespace(is_first=True), broadcast=lambda told: told)
         job = SimpleNamespace(
             **{"collectives": alone, "witness": self.played, "directory": directory, "has_random_data": False},
@@ -48,19 +52,24 @@ class Run:
             options=SimpleNamespace(rehearsal="on", timeout=60.0),
             layout=SimpleNamespace(saves_in_parts=False),
             device=torch.device("cpu"),
-            checkpointer=SimpleNamespace(hold=lambda step: step % 5 == 0, let_go=lambda: None),
         )
-        self.guard = SimpleNamespace(mode=mode, checks=True, check=self.check, figures={})
+        self.guard = SimpleNamespace(mode=mode, checks=True, check=self.check, timed=self.check, figures={})
         self.saving = SimpleNamespace(
-            **{"newest_step": 0, "wait": lambda: None, "may_save": lambda step: step % 5 == 0},
+            **{"newest_step": 0, "may_save": lambda step: step % 5 == 0, "is_writing": self.is_writing},
+            **{"hold": self.held.append, "let_go": self.held.clear},
             **{"steps_per_epoch": 5, "total_steps": steps},
         )
         self.state = SimpleNamespace(step=0)
         self.witnessed = Witnessed(job, self.state, self.saving, self.guard)  # type: ignore[arg-type]
 
     @contextlib.contextmanager
-    def check(self, kind: str, step: int) -> Iterator[None]:
+    def check(self, kind: str, step: int = 0) -> Iterator[None]:
         yield
+
+    def is_writing(self, seconds: float = 0.0) -> bool:
+        """With time, what is written comes to its end."""
+        slow, self.is_slow = self.is_slow, self.is_slow and not seconds
+        return slow
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -159,6 +168,29 @@ def test_the_last_one_begins_before_the_end_of_the_run(monkeypatch: pytest.Monke
     run.witnessed.end()
     assert run.played.asked == [(15, [16, 17])]
     assert run.guard.figures["witness"] == SAME.said
+
+
+def test_the_last_one_begins_once_its_checkpoint_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("normal", monkeypatch, steps=20)
+    run.train(16)
+    run.is_slow = True
+    run.train(2)
+    assert run.played.asked == []
+    run.is_slow = False
+    run.train(1)
+    assert run.played.asked == [(15, [16, 17])]
+
+
+def test_checkpoints_that_may_be_repeated_from_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("normal", monkeypatch)
+    run.train(55)
+    assert run.played.asked == [(45, [46, 47])]
+    assert run.held[-1] == {45, 50}
+    run.train(12)
+    assert run.held[-1] == {45, 60, 65}, "that of a witness at work, and those of the newest noted steps"
+    run.played.found = SAME
+    run.witnessed.end()
+    assert run.held == []
 
 
 def test_the_last_one_follows_one_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
