@@ -79,7 +79,7 @@ def test_killed_three_times_on_other_layouts(
 def test_a_lost_worker_is_replaced_within_the_launch(
     tmp_path: Path, undisturbed: tuple[tuple[str, str], dict[int, Any]]
 ) -> None:
-    words = [*WORDS, "--layout", "ddp", "--nproc-per-node", "2", "--fault", "kill@13:1"]
+    words = [*WORDS, "--layout", "ddp", "--nproc-per-node", "2", "--recovery", "restart", "--fault", "kill@13:1"]
     ended = ddp("train", *words, "--device", "cpu", "--output", tmp_path)
     assert ended.code == 0, ended.errors
     assert "rank 1 (node 0) was killed (SIGKILL)" in ended.errors
