@@ -247,8 +247,10 @@ class _Code(NamedTuple):
     alone: Callable[[bytes, int, int, int, int], None]
     beside_others: Callable[[bytes, int, int, int, int], None]
     """The same, and other threads of Python run meanwhile."""
-    memory: mmap.mmap
-    """Where the code lies; it must not be freed."""
+
+
+_MAPPED: list[mmap.mmap] = []
+"""Where the code lies. Of threads that ask for it first at the same time, each maps its own: none may ever be freed."""
 
 
 @cache
@@ -257,6 +259,7 @@ def _code() -> _Code:
     code = chain_code()
     memory = mmap.mmap(-1, len(code), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(code)
+    _MAPPED.append(memory)
     place = np.frombuffer(memory, np.uint8).ctypes.data
     if ctypes.CDLL(None).mprotect(ctypes.c_void_p(place), len(code), mmap.PROT_READ | mmap.PROT_EXEC):
         raise UserError(
@@ -265,4 +268,4 @@ def _code() -> _Code:
         )
     words = (ctypes.c_char_p, *[ctypes.c_void_p] * 4)
     alone, beside_others = (kind(None, *words)(place) for kind in (ctypes.PYFUNCTYPE, ctypes.CFUNCTYPE))
-    return _Code(alone, beside_others, memory)
+    return _Code(alone, beside_others)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from ddp_core.numerics.chains import chained, several_threads
 from ddp_core.numerics.kernels import portable_kernels
 from ddp_lab.probe.child import trained
 from ddp_lab.probe.published import published
+from tests.support.processes import HANG, run_processes
 
 CPU = torch.device("cpu")
 
@@ -45,6 +49,30 @@ SHAPES = [
     ((2, 3, 9, 3), (2, 3, 3, 5)),
     ((1, 5, 9, 3), (1, 5, 3, 5)),
 ]
+
+
+def _first_products(rank: int, world_size: int) -> int:
+    """Several threads ask at once for code that nobody has made yet, as the replicas of dp do in their first step."""
+    pair, threads = (_drawn(3, 4), _drawn(4, 5)), 8
+    sys.setswitchinterval(1e-5)
+    expected = chained(*pair)
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(30):
+            chains._code.cache_clear()
+            chains.chain_code.cache_clear()
+            together = Barrier(threads)
+
+            def product(together: Barrier = together) -> torch.Tensor:
+                together.wait(HANG)
+                return chained(*pair)
+
+            found = [pool.submit(product) for _ in range(threads)]
+            assert all(each.result(HANG).equal(expected) for each in found)
+    return 0
+
+
+def test_the_code_stays_where_threads_have_made_it_at_the_same_time() -> None:
+    assert run_processes(_first_products, 1) == [0]
 
 
 @pytest.mark.usefixtures("every_product_is_cut")
