@@ -52,11 +52,6 @@ class DataParallelTrainer(Trainer):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        if self.exact and job.layout.nproc_per_node > 1 and is_compiled(self.model):
-            raise UserError(
-                "torch.compile under --layout dp: a replica is a copy of the model, which torch does not compile as "
-                "the model, so replicas would have other bits; use --layout ddp, or leave torch.compile out"
-            )
         self.model.train()
         devices = [_device_of(job, number) for number in range(job.layout.nproc_per_node)]
         turns = {device: threading.Lock() for device in devices if device.type == "cuda"}
@@ -64,6 +59,15 @@ class DataParallelTrainer(Trainer):
             _Replica(self, number, device, turns.get(device, contextlib.nullcontext()))
             for number, device in enumerate(devices)
         ]
+
+    def train(self, saved_step: int | None = None) -> None:
+        """See `Trainer.train`. Raises UserError for a compiled model, which can be evaluated, and has no replicas."""
+        if self.exact and len(self.replicas) > 1 and is_compiled(self.model):
+            raise UserError(
+                "torch.compile under --layout dp: a replica is a copy of the model, which torch does not compile as "
+                "the model, so replicas would have other bits; use --layout ddp, or leave torch.compile out"
+            )
+        super().train(saved_step)
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Scatter, replicate, parallel apply, gather, reduce."""
