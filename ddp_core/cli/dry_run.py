@@ -109,7 +109,7 @@ def _default(part: Frozen, name: str) -> Any:
 
 
 def _start(request: Request, samples: int) -> str:
-    fork = find_fork(request, samples)
+    fork = find_fork(request, samples) if request.branches_off else None
     new = "at step 0, as a new run" if fork is None else f"at step {fork.step}, as a fork of {fork.run}"
     if request.resume == "never":
         return new

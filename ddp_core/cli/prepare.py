@@ -216,7 +216,7 @@ def check_request(request: Request, only_look: bool = False) -> None:
     splits = build_splits(request.loaded, Path(request.options.data_dir))
     if request.resume not in ("auto", "never"):
         require_continuable(RunDirectory(Path(request.resume)), request, len(splits.train))
-    elif request.resume == "never" and request.asked is not None and request.asked.fork is not None:
+    elif request.resume == "never" and request.branches_off:
         from ddp_core.record.forking import find_fork
 
         find_fork(request, len(splits.train))

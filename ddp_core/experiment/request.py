@@ -91,6 +91,11 @@ class Request:
         return None if self.asked is None or self.asked.noted_in is None else Path(self.asked.noted_in)
 
     @property
+    def branches_off(self) -> bool:
+        """Whether a new run of it is a fork of another one."""
+        return self.asked is not None and self.asked.fork is not None
+
+    @property
     def is_witness(self) -> bool:
         """Whether steps of a run are trained again from a checkpoint of it, with the very same data."""
         return self.noted_in is not None and not self.is_miniature

@@ -51,15 +51,15 @@ class Fork:
         return asdict(self)
 
 
-def find_fork(request: Request, samples: int) -> Fork | None:
-    """Where the request's new run branches off; None where it asks for no fork. `samples`: of the training data.
+def find_fork(request: Request, samples: int) -> Fork:
+    """Where the request's new run, which is to be a fork, branches off. `samples`: of the training data.
 
     Raises UserError where the run, or its checkpoint, is not there (3), or where a setting differs that a fork may not
     change.
     """
     asked = request.asked
-    if asked is None or asked.fork is None:
-        return None
+    assert asked is not None
+    assert asked.fork is not None
     parent = RunDirectory(Path(asked.fork))
     record = parent.read()
     if reason := refused_changes(differing(record, request.loaded.experiment)):
@@ -104,13 +104,12 @@ def _chosen(parent: RunDirectory, at: int | None) -> Checkpoint:
     )
 
 
-def bring_checkpoint(directory: RunDirectory) -> None:
-    """Copy the checkpoint that the run branches off from into its directory, unless the run has checkpoints.
+def bring_checkpoint(directory: RunDirectory, fork: Mapping[str, Any]) -> None:
+    """Copy the checkpoint of which run.json says as `fork` that the run begins with it, unless the run has checkpoints.
 
     Raises UserError (3) where the parent's has gone or changed since, and (4) where it cannot be written.
     """
-    fork = directory.read().get("forked_from")
-    if fork is None or find_checkpoints(directory.checkpoints):
+    if find_checkpoints(directory.checkpoints):
         return
     source = next(
         (each for each in find_checkpoints(RunDirectory(Path(fork["run"])).checkpoints) if each.step == fork["step"]),

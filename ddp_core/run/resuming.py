@@ -147,27 +147,26 @@ def choose_fork(request: Request, directory: RunDirectory, samples: int, data: D
 
     Raises UserError as `find_fork` does, and where the data are others than those that the parent was trained on.
     """
-    if request.asked is None or request.asked.fork is None or (directory.path / "run.json").exists():
+    if not request.branches_off or (directory.path / "run.json").exists():
         return None
     from ddp_core.record.forking import find_fork
 
     fork = find_fork(request, samples)
-    if fork is not None:
-        parent = RunDirectory(Path(fork.run))
-        if (where := changed_at(recorded_digest(parent.path, parent.read()), data)) is not None:
-            raise UserError(
-                f"--fork {fork.given}: the data have changed since ({where}), so its position means nothing: bring "
-                "them back, or begin a run with the weights alone: --init-from"
-            )
+    parent = RunDirectory(Path(fork.run))
+    if (where := changed_at(recorded_digest(parent.path, parent.read()), data)) is not None:
+        raise UserError(
+            f"--fork {fork.given}: the data have changed since ({where}), so its position means nothing: bring them "
+            "back, or begin a run with the weights alone: --init-from"
+        )
     return fork
 
 
 def _bring_checkpoint(directory: RunDirectory) -> None:
     """Copy the checkpoint from which a fork begins into its directory. Raises UserError as `bring_checkpoint` does."""
-    if directory.read().get("forked_from") is not None:
+    if (fork := directory.read().get("forked_from")) is not None:
         from ddp_core.record.forking import bring_checkpoint
 
-        bring_checkpoint(directory)
+        bring_checkpoint(directory, fork)
 
 
 def choose_checkpoint(collectives: Collectives, directory: RunDirectory, console: Console) -> Checkpoint | None:
