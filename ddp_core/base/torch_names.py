@@ -26,7 +26,7 @@ class PrivateName(NamedTuple):
     owner: str
     """Where torch has it: a class or a module, or the module whose functions set it."""
     use: str
-    """What this project needs it for, and where that does not tell it, why no public name does."""
+    """What this project uses it for; where that does not show it, also why no public name serves."""
     signature: str = ""
     """For a method that this project overrides: the parameters that torch gives it; others have defaults."""
 

@@ -45,7 +45,7 @@ class CheckpointFiles:
         self._synced_before = synced_before
         self._keep_last, self._keep_every = keep_last, keep_every
         self.held: frozenset[int] = frozenset()
-        """The steps of checkpoints that stay beside those that `keep_last`, `keep_every` and the best one name."""
+        """Checkpoints of these steps stay, too, beside the newest ones, those of `keep_every`, and the best one."""
         self._fence, self._ranks, self._at = fence, ranks, at
 
     def only_writer(self) -> AbstractContextManager[None]:

@@ -113,7 +113,7 @@ def _memory(name: str, settings: Sequence[str], data_dir: Path) -> dict[str, Any
 
 
 def _describe_memory(memory: dict[str, Any]) -> None:
-    print(f"memory  {memory['experiment']}, one replica; activations, which `ddp rehearse` measures, come on top:")
+    print(f"memory  {memory['experiment']}, one replica; activations, which only a training can show, come on top:")
     for part, size in [*memory["parts"].items(), ("at least", memory["least"])]:
         print(f"  {part:16} {in_units(size)}")
     for count, least in memory["ranks"].items():

@@ -81,7 +81,7 @@ def rehearse(request: Request, folder: Path) -> Testimony:
 
 def alone(mini: Miniature, folder: Path) -> Training:
     """Begin to train the miniature in one process, without an interruption."""
-    # Another training may begin within the same second, which a seed made of whole seconds would not show.
+    # Two trainings may begin within one second. A seed made of whole seconds would then be the same in both.
     place = folder / "single"
     return mini.training(Layout(device=mini.request.layout.device), place, {"clock_ahead": True}, workers=0)
 
@@ -119,7 +119,7 @@ def require_ended(repeated: Repeated, where: str) -> None:
 
 
 def _random_data(request: Request) -> str | None:
-    """Which sample is another one when it is read again, in words; None where none of them is.
+    """A line that names a training sample which is another one when it is read twice; None where there is none.
 
     A strict guard, which refuses such data, does not ask.
     """

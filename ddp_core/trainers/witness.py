@@ -30,9 +30,9 @@ from ddp_core.trainers.train_state import TrainState
 NOTED = 2
 """So many steps after a save are noted."""
 _APART_SECONDS = 600.0
-"""A run trains at least so long before its first witness and between two of them, the last one left out."""
+"""The first witness comes after so many seconds, and others as far apart; only the last one may come sooner."""
 _APART_TIMES = 100.0
-"""And at least so many times what the one before took: together they take 1 % of the training time."""
+"""After a witness, at least so many times what it took passes before the next: they take 1 % of the training time."""
 NOTES = "noted.json"
 """In the run directory: what the steps after the newest checkpoint with such steps have made."""
 _POLL_SECONDS = 2.0

@@ -67,7 +67,7 @@ class Run:
         yield
 
     def is_writing(self, seconds: float = 0.0) -> bool:
-        """With time, what is written comes to its end."""
+        """A caller who gives it some seconds finds the save written the next time."""
         slow, self.is_slow = self.is_slow, self.is_slow and not seconds
         return slow
 
