@@ -102,7 +102,6 @@ COPY ddp_lab ddp_lab
 COPY experiments experiments
 COPY launch launch
 COPY packages packages
-COPY docs/reference/portable-digests*.json docs/reference/
 # Editable, so that compose.yaml can lay the working tree's experiments over the image's. Compiled now, because nothing
 # can be written later.
 RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \

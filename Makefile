@@ -167,7 +167,7 @@ report: setup ## All runs, claims and drills on one page: outputs/report/index.h
 
 site: setup $(if $(RUNS),,build/site/runs/.trained) ## The documentation as a site that needs no network: build/site/html/index.html; RUNS=outputs reports your runs
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[site]'
-	$(if $(RUNS),,cp -r docs/reference/claims build/site/runs)
+	$(if $(RUNS),,cp -r benchmarks/results/claims build/site/runs)
 	$(BIN)/python -m tools.documentation_site --runs $(or $(RUNS),build/site/runs)
 
 # Trained anew when the code has changed.
@@ -178,7 +178,7 @@ build/site/runs/.trained: $(shell find ddp_core experiments -name '*.py') | setu
 	  --device cpu --output $(@D) || exit $$?; done; done
 	touch $@
 
-portable-digests: setup ## Make docs/reference/portable-digests-2.json anew; CONFIRM=1 asks emulated CPUs, too (Debian: qemu-user)
+portable-digests: setup ## Make ddp_lab/probe/portable-digests-2.json anew; CONFIRM=1 asks emulated CPUs, too (Debian: qemu-user)
 	$(NO_GPU) $(BIN)/python -m tools.portable_digests $(if $(CONFIRM),--confirm)
 
 portable-runs: setup ## Train cut experiments under portable numerics and record their weights: ON="here Haswell Skylake-Client-v4 EPYC-Rome-v2" WORKERS=2 (Debian: qemu-user)

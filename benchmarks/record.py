@@ -14,6 +14,7 @@ import numpy
 import torch
 
 from ddp_core.base.fingerprint import cpu_model
+from ddp_lab.records import record_text
 
 RESULTS = Path(__file__).parent / "results"
 NOT_YET = "not measured yet"
@@ -72,7 +73,7 @@ def record(
         "results": results,
     }
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content, indent=2) + "\n")
+    target.write_text(record_text(content) + "\n")
     return target
 
 

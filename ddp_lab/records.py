@@ -5,9 +5,10 @@ Claims make them from Python values and the report from JSON; both are checked a
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pydantic.dataclasses import dataclass
 
@@ -111,3 +112,26 @@ class Series:
     x: Axis = Axis()
     y: Axis = Axis()
     lines: Sequence[Line] = ()
+
+
+def record_text(content: Any, margin: str = "") -> str:
+    """JSON for a file that is kept under version control: whatever holds no object is one line, however long.
+
+    So a record of a run is a line, with all its numbers.
+    """
+    if not isinstance(content, dict | list) or not any(map(_holds_object, _inside(content))):
+        return json.dumps(content, ensure_ascii=False)
+    inner = margin + " "
+    lines = [record_text(value, inner) for value in _inside(content)]
+    if isinstance(content, dict):
+        lines = [f"{json.dumps(name, ensure_ascii=False)}: {line}" for name, line in zip(content, lines, strict=True)]
+    opened, closed = "{}" if isinstance(content, dict) else "[]"
+    return f"{opened}\n{inner}" + f",\n{inner}".join(lines) + f"\n{margin}{closed}"
+
+
+def _inside(content: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(content.values() if isinstance(content, dict) else content)
+
+
+def _holds_object(content: Any) -> bool:
+    return isinstance(content, dict) or (isinstance(content, list) and any(map(_holds_object, content)))

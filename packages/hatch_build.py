@@ -21,7 +21,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LAB_FILES = {
     "ddp_lab": "ddp_lab",
     "launch": "ddp_lab/launch",
-    "docs/reference/portable-digests-2.json": "ddp_lab/probe/portable-digests-2.json",
     # A package called `experiments` could be anybody's.
     "experiments": "ddp_experiments",
 }

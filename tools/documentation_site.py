@@ -28,6 +28,7 @@ from ddp_lab.report.reading.claims import Claim
 ROOT = Path(__file__).resolve().parent.parent
 LOOKS = ROOT / "docs" / "site"
 CLAIMS = ROOT / "docs" / "reference" / "claims"
+MEASURED = ROOT / "benchmarks" / "results" / "claims"
 
 LANGUAGES = {".py": "python", ".sbatch": "bash", ".sh": "bash", ".yaml": "yaml", ".diff": "diff", ".cff": "yaml"}
 SHOWN_BY_BROWSERS = {".json", ".txt", ".svg", ".png"}
@@ -137,7 +138,7 @@ def notebook(source: Path) -> str:
 
 def charts(source: Path) -> str:
     """The charts of a claim's page, in the colours of the site; nothing for another page."""
-    record = source.with_name(f"{source.stem.upper()}.json")
+    record = MEASURED / f"{source.stem.upper()}.json"
     if source.parent != CLAIMS or not record.exists():
         return ""
     plots = claim_plots(Claim.model_validate_json(record.read_text()))

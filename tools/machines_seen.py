@@ -3,8 +3,8 @@
     ddp doctor --probe --share > record.json
     python -m tools.machines_seen record.json
 
-Adds records that `ddp probe --share` has printed to docs/reference/machines-seen.json, and writes the tables anew: that
-of these records, and that of the trainings which `tools.portable_runs` keeps.
+Adds records that `ddp probe --share` has printed to benchmarks/results/machines-seen.json, and writes the tables anew:
+that of these records, and that of the trainings which `tools.portable_runs` keeps.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from ddp_core.base.documents import read_document
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_lab.probe.sharing import FORMAT
+from ddp_lab.records import record_text
 from tools import portable_runs
 
-KEPT = Path(__file__).parents[1] / "docs" / "reference" / "machines-seen.json"
-PAGE = KEPT.with_suffix(".md")
+ROOT = Path(__file__).parents[1]
+KEPT = ROOT / "benchmarks" / "results" / "machines-seen.json"
+PAGE = ROOT / "docs" / "reference" / "machines-seen.md"
 BEGIN, END = "<!-- begin: python -m tools.machines_seen -->", "<!-- end -->"
 BEGIN_RUNS = "<!-- begin: python -m tools.portable_runs -->"
 
@@ -38,7 +40,7 @@ def main() -> int:
             raise UserError(f"{name} is no record of `ddp probe --share` of format {FORMAT}")
         if new not in records:
             records.append(new)
-    KEPT.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    KEPT.write_text(record_text(records) + "\n", encoding="utf-8")
     write_page()
     return ExitCode.DONE
 

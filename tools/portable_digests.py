@@ -1,4 +1,4 @@
-"""Makes the published digests of portable numerics, docs/reference/portable-digests-2.json: `make portable-digests`.
+"""Makes the published digests of portable numerics, ddp_lab/probe/portable-digests-2.json: `make portable-digests`.
 
 On a machine with AVX2 it computes the digest of every operation of `ddp probe`, of the weights after short
 trainings, and of those after whole runs of the experiments whose own numerics are portable. `--confirm` then runs the
@@ -25,7 +25,7 @@ from ddp_core.numerics.limits import RULES
 from ddp_core.record.directory import find_runs
 from ddp_lab.probe.command import measured
 from ddp_lab.probe.operations import all_operations
-from ddp_lab.probe.published import NAME, Published, Steps, published, release
+from ddp_lab.probe.published import PLACE, Published, Steps, published, release
 from tools.confirmation import confirm
 
 ROOT = Path(__file__).parents[1]
@@ -49,11 +49,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--confirm", action="store_true", help="Also run the probe on emulated CPUs (minutes).")
     options = parser.parse_args()
-    file = ROOT / "docs" / "reference" / NAME
-    table = _made(published(file) if file.exists() else None)
-    _write(table, file)
+    table = _made(published() if PLACE.exists() else None)
+    _write(table)
     if options.confirm:
-        confirm(table, lambda confirmed: _write(confirmed, file))
+        confirm(table, _write)
     return ExitCode.DONE
 
 
@@ -123,8 +122,8 @@ def _whole_run(name: str) -> str:
         return str(record["weights_sha256"])
 
 
-def _write(table: Published, file: Path) -> None:
-    file.write_text(json.dumps(table.to_json(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+def _write(table: Published) -> None:
+    PLACE.write_text(json.dumps(table.to_json(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _today() -> str:

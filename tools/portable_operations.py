@@ -28,9 +28,9 @@ from ddp_lab.probe.child import trained
 from ddp_lab.probe.operations import all_operations
 from ddp_lab.probe.published import published
 
-_REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
-PAGE = _REFERENCE / "portable-operations.md"
-FOREIGN = _REFERENCE / "foreign-operations.json"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reference" / "portable-operations.md"
+FOREIGN = ROOT / "benchmarks" / "results" / "foreign-operations.json"
 """What each of other people's models calls; its fields are `operations`, or `trouble`."""
 
 _SHOWN = 4
@@ -147,7 +147,7 @@ call {len(users)} operations: {counts}. {known} of the models call no unknown on
 
 {others}
 
-What they call is in [foreign-operations.json](foreign-operations.json).""".rstrip()
+What they call is in [foreign-operations.json](../../benchmarks/results/foreign-operations.json).""".rstrip()
 
 
 def _some(models: list[str]) -> str:

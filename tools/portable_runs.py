@@ -3,7 +3,7 @@
     python -m tools.portable_runs [--on here Haswell EPYC-Rome-v2] [--only digits] [--workers 2]
 
 Trainings are cut to what an emulator computes in minutes. Each record has the CPU, the command, the commit and the
-digest of the weights. They go to docs/reference/portable-runs.json, each as soon as its training has ended, and by
+digest of the weights. They go to benchmarks/results/portable-runs.json, each as soon as its training has ended, and by
 `python -m tools.machines_seen` to the page of machines seen. What this code has already recorded is not trained again,
 so the command can be interrupted and given once more. The exit code is 1 where a training ends with other weights than
 a record of the same command and torch.
@@ -27,12 +27,13 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import cpu_model
 from ddp_core.numerics.limits import RULES
 from ddp_core.record.directory import find_runs
+from ddp_lab.records import record_text
 from tools.emulation import CPUS, emulator, python_on, version
 from tools.same_code import code_here, is_same
 from tools.side_by_side import Ended, ended
 
 ROOT = Path(__file__).parents[1]
-KEPT = ROOT / "docs" / "reference" / "portable-runs.json"
+KEPT = ROOT / "benchmarks" / "results" / "portable-runs.json"
 FORMAT = 1
 HERE = "here"
 DIFFERENT = 1
@@ -156,7 +157,7 @@ def recorded() -> list[Record]:
 def keep(record: Record) -> None:
     """Add a record, in the place of an older one of the same command, CPU and torch."""
     kept = [each for each in recorded() if _who(each) != _who(record)]
-    KEPT.write_text(json.dumps([*kept, record], indent=1) + "\n", encoding="utf-8")
+    KEPT.write_text(record_text([*kept, record]) + "\n", encoding="utf-8")
 
 
 def _who(record: Record) -> list[Any]:

@@ -13,10 +13,7 @@ from ddp_core.base.errors import UserError
 FORMAT = 1
 NAME = "portable-digests-2.json"
 """The file of the table, with the version of the rules."""
-_PLACES = (
-    Path(__file__).parents[2] / "docs" / "reference",  # a checkout
-    Path(__file__).parent,  # an installed package
-)
+PLACE = Path(__file__).with_name(NAME)
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,7 @@ def release(version: str) -> str:
 
 def published(path: Path | None = None) -> Published:
     """The table at `path`, or the one that comes with this package. Raises UserError where it cannot be read."""
-    places = [place / NAME for place in _PLACES]
-    place = path or next((place for place in places if place.exists()), places[0])
+    place = path or PLACE
     try:
         table = read_document(place, dict[str, Any])
         if table.pop("format") != FORMAT:
@@ -80,5 +76,5 @@ def published(path: Path | None = None) -> Published:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"the published digests, {place}, cannot be read ({error}); install the package again, or in a checkout: "
-            f"git checkout docs/reference/{place.name}"
+            f"git checkout ddp_lab/probe/{place.name}"
         ) from None

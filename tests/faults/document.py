@@ -3,7 +3,7 @@
     python -m tests.faults.document              run the tests on processes, slow ones too, and write the table
     python -m tests.faults.document RECORDS …    add the records in these folders, such as those of drills in containers
 
-All records are kept in docs/reference/faults.json. A test's new records replace its old records.
+All records are kept in benchmarks/results/faults.json. A test's new records replace its old records.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any
 from tests.faults.matrix import RECORDS, ROWS, Row
 
 ROOT = Path(__file__).parents[2]
-REFERENCE = ROOT / "docs" / "reference"
-PAGE, KEPT = REFERENCE / "faults.md", REFERENCE / "faults.json"
+PAGE, KEPT = ROOT / "docs" / "reference" / "faults.md", ROOT / "benchmarks" / "results" / "faults.json"
 BEGIN, END = "<!-- begin: python -m tests.faults.document -->", "<!-- end -->"
 
 
@@ -52,7 +51,7 @@ def is_of_processes(record: dict[str, Any]) -> bool:
 
 
 def known() -> list[dict[str, Any]]:
-    """The records in docs/reference/faults.json."""
+    """The records in benchmarks/results/faults.json."""
     return json.loads(KEPT.read_text()) if KEPT.exists() else []
 
 

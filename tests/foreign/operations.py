@@ -3,8 +3,8 @@
     python -m tests.foreign.operations [--only timm transformers.bert] [--workers 2] [--again]
 
 Trains each model of the fleet for one step under portable numerics with a profiler, and keeps the names in
-docs/reference/foreign-operations.json, from which `python -m tools.portable_operations --page` writes the page. It goes
-on where it was ended; --again traces all anew.
+benchmarks/results/foreign-operations.json, from which `python -m tools.portable_operations --page` writes the page. It
+goes on where it was ended; --again traces all anew.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from ddp_core.numerics.kernels import portable_kernels
 from ddp_core.numerics.known import NAME, NOT_OURS
 from ddp_core.numerics.limits import LIMITS, limits_hold
 from ddp_lab.probe.child import trained
+from ddp_lab.records import record_text
 from tests.foreign import driver
 from tests.foreign.fleet import EXPERIMENTS, Case, fleet
 from tests.support.pool import in_processes
 
-KEPT = Path(__file__).parents[2] / "docs" / "reference" / "foreign-operations.json"
+KEPT = Path(__file__).parents[2] / "benchmarks" / "results" / "foreign-operations.json"
 GROUPS = ("torchvision", "timm", "transformers")
 
 
@@ -49,7 +50,7 @@ def main() -> int:
     for case, found in in_processes(cases, called, options.workers, is_alone=lambda case: case.is_large):
         kept[case.key] = found or {"trouble": "its process has died"}
         print(f"{case.key}: {kept[case.key].get('trouble') or len(kept[case.key]['operations'])}", flush=True)
-        KEPT.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+        KEPT.write_text(record_text(dict(sorted(kept.items()))) + "\n", encoding="utf-8")
     return 0
 
 

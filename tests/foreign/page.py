@@ -1,4 +1,4 @@
-"""Writes the counts and tables of docs/reference/other-peoples-code.md from docs/reference/foreign.json."""
+"""Writes the counts and tables of docs/reference/other-peoples-code.md from benchmarks/results/foreign.json."""
 
 from __future__ import annotations
 

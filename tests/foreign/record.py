@@ -1,4 +1,4 @@
-"""The outcomes of all cases, kept in docs/reference/foreign.json: one line for each case, the newest one."""
+"""The outcomes of all cases, kept in benchmarks/results/foreign.json: one line for each case, the newest one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.foreign.driver import COLUMNS
 from tests.foreign.fleet import GROUPS, Case, every_case
 
 ROOT = Path(__file__).parents[2]
-KEPT = ROOT / "docs" / "reference" / "foreign.json"
+KEPT = ROOT / "benchmarks" / "results" / "foreign.json"
 Row = dict[str, Any]
 
 

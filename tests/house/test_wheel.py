@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 
 from ddp_core.record.directory import find_runs
-from ddp_lab.probe.published import NAME
 from tests.house.conftest import build, run
 from tests.support.commands import ROOT
 from tests.support.layout_cases import ADAMW_MLP
@@ -75,12 +74,10 @@ def test_the_wheels_hold_their_packages_whole_and_no_name_that_could_be_anybodys
     library, lab = files_of(built["library"]), files_of(built["lab"])
     assert library == {f"ddp_core/{name}": content for name, content in below(ROOT / "ddp_core").items()}
     assert {"ddp_core/py.typed", "ddp_core/data/texts/alice.txt"} <= library.keys()
-    tables = {NAME: (ROOT / "docs" / "reference" / NAME).read_bytes()}
     assert lab == {
         **{f"ddp_lab/{name}": content for name, content in below(ROOT / "ddp_lab").items()},
         **{f"ddp_lab/launch/{name}": content for name, content in below(ROOT / "launch").items()},
         **{f"ddp_experiments/{name}": content for name, content in below(ROOT / "experiments").items()},
-        **{f"ddp_lab/probe/{name}": table for name, table in tables.items()},
     }
 
 

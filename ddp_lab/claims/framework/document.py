@@ -15,6 +15,8 @@ from ddp_lab.claims.framework.statistics import FAMILY_ERROR, holm
 from ddp_lab.claims.framework.suite import RULE_CHANGED, duration, faults, is_stale, read, rounds_needed
 from ddp_lab.records import Figure
 
+_RAW = "../../../benchmarks/results/claims"
+"""Where the records lie, seen from the folder of the pages."""
 _HEAD = """# Claims
 
 Each row is a sentence of the source articles as an experiment, with a page of its own: what is behind it, how it is
@@ -42,12 +44,12 @@ figures are marked, and decide nothing about the thing.
 
 **A figure that cannot be** (zero, not a number, beyond the bounds declared with it) stops these pages from being made.
 
-**Raw measurements** lie in the folder [claims](claims), a JSON file beside the page of each claim. The rules can be
-applied to them without measuring, and the pages made again:
+**Raw measurements** lie in [benchmarks/results/claims](../../benchmarks/results/claims), a JSON file for each claim. The
+rules can be applied to them without measuring, and the pages made again:
 
 ```bash
-ddp claims --judge-again --output docs/reference
-ddp claims --document --output docs/reference
+ddp claims --judge-again --output benchmarks/results
+ddp claims --document --output benchmarks/results
 ```
 """
 _FAMILY = (
@@ -173,7 +175,7 @@ def _whole(known: KnownClaim, found: dict[str, Any] | None) -> str:
             f"{_moment(rule['committed_at'])}; the run began at {_moment(found['run']['started_at'])}.",
             "",
         ]
-        lines += [f"[Raw measurements]({claim.id}.json), {_when(found)}. To measure again:", ""]
+        lines += [f"[Raw measurements]({_RAW}/{claim.id}.json), {_when(found)}. To measure again:", ""]
         lines += ["```bash", found["command"], "```", ""]
     else:
         lines += ["```bash", f"ddp claims {claim.id}", "```", ""]

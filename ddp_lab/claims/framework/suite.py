@@ -21,7 +21,7 @@ from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim, Measure
 from ddp_lab.claims.framework.provenance import rule_commit
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import FAMILY, FAMILY_ERROR, ROUNDS, STRICTEST, allowing, holm
-from ddp_lab.records import CLAIM_FORMAT, Figure
+from ddp_lab.records import CLAIM_FORMAT, Figure, record_text
 
 FAILED = 1
 """Exit code where a measurement raised, or gave a figure that cannot be."""
@@ -205,7 +205,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Replace a claim's file. Raises UserError (4) where that cannot be done."""
-    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    write_text(path, record_text(content) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The records in docs/reference/claims: one full run of all claims, under rules that were fixed before it."""
+"""The records in benchmarks/results/claims: one full run of all claims, under rules that were fixed before it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ddp_lab.claims.framework.provenance import doubt
 from ddp_lab.claims.framework.statistics import allowing, holm
 
 ROOT = Path(__file__).parents[3]
-PUBLISHED = ROOT / "docs" / "reference"
+PUBLISHED = ROOT / "benchmarks" / "results"
+PAGES = ROOT / "docs" / "reference"
 CLAIMS = {known.claim.id: known for known in suite.known_claims()}
 
 
@@ -30,7 +31,7 @@ def test_the_verdict_follows_from_the_raw_measurements(number: str) -> None:
     content, known = published(number), CLAIMS[number]
     assert content["measurements"] is not None, content["reason"]
     if suite.is_stale(known, content):
-        page = (PUBLISHED / "claims" / f"{number.lower()}.md").read_text()
+        page = (PAGES / "claims" / f"{number.lower()}.md").read_text()
         assert f"({suite.RULE_CHANGED})" in page
         return
     with allowing(content["allowed_p"]):
@@ -94,5 +95,5 @@ def test_all_were_measured_in_one_full_run() -> None:
 
 def test_the_pages_are_made_from_them() -> None:
     made = pages(list(CLAIMS.values()), PUBLISHED)
-    assert {name: (PUBLISHED / name).read_text() for name in made} == made
-    assert {f"claims/{page.name}" for page in (PUBLISHED / "claims").glob("*.md")} == made.keys() - {"claims.md"}
+    assert {name: (PAGES / name).read_text() for name in made} == made
+    assert {f"claims/{page.name}" for page in (PAGES / "claims").glob("*.md")} == made.keys() - {"claims.md"}

@@ -18,7 +18,7 @@ from ddp_lab.probe import command as probe
 from ddp_lab.probe import main
 from ddp_lab.probe.command import judge, measured
 from ddp_lab.probe.operations import all_operations
-from ddp_lab.probe.published import NAME, Published, Steps, published
+from ddp_lab.probe.published import PLACE, Published, Steps, published
 from tests.support.commands import ROOT, command
 
 VERSIONS = {"torch": "2.13.0+cpu", "numpy": "2.4.6"}
@@ -147,7 +147,7 @@ def test_the_page_documents_the_table_and_the_probe() -> None:
     words = set(re.findall(r"`(\w+)`", page))
     whole = published()
     assert f"reproduces all {len(whole.operations) + len(whole.training_steps)} published digests" in page
-    assert json.loads((ROOT / "docs" / "reference" / NAME).read_text()).keys() <= words
+    assert json.loads(PLACE.read_text()).keys() <= words
 
 
 @needs_avx2
