@@ -44,8 +44,8 @@ figures are marked, and decide nothing about the thing.
 
 **A figure that cannot be** (zero, not a number, beyond the bounds declared with it) stops these pages from being made.
 
-**Raw measurements** lie in [benchmarks/results/claims](../../benchmarks/results/claims), a JSON file for each claim. The
-rules can be applied to them without measuring, and the pages made again:
+**Raw measurements** lie in [benchmarks/results/claims](../../benchmarks/results/claims), a JSON file for each claim. To
+apply the rules to them without measuring, and to make the pages again:
 
 ```bash
 ddp claims --judge-again --output benchmarks/results
