@@ -19,7 +19,6 @@ from click.shell_completion import CompletionItem
 
 from ddp_core.base.errors import UserError, near_names, nearest_name
 from ddp_core.base.extras import missing
-from ddp_core.cli.config import add_to_config
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -56,7 +55,7 @@ def field_options(*names: str, default: str | None = None) -> list[click.Paramet
 
 
 def asked_in(context: click.Context) -> Asked:
-    """What the command line, the environment or the file of --config asks for; other fields keep their defaults."""
+    """What the command line or the environment asks for; other fields keep their defaults."""
     from ddp_core.config.options import Asked
 
     return Asked(
@@ -77,7 +76,7 @@ def _parameter(name: str, field: FieldInfo, default: str | None, title: str | No
     usual = default or default_text(field) + (f", or ${written.variable}" if written.variable else "")
     details: dict[str, Any] = {"metavar": written.metavar, "envvar": written.variable, "hidden": written.hidden}
     if name == "settings":
-        details |= {"callback": add_to_config, "shell_complete": complete_setting}
+        details |= {"shell_complete": complete_setting}
     elif not values:
         details |= {"shell_complete": complete_value}
     if isinstance(field.default, bool):

@@ -16,14 +16,11 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.click_kinds import (
     Group,
     OpenGroup,
-    TitledOption,
     asked_in,
     complete_experiment,
-    complete_value,
     field_options,
     offered_command,
 )
-from ddp_core.cli.config import config_of, take_config
 from ddp_core.cli.trained_commands import eval_, export_
 from ddp_core.cli.words import IS_OWN_PROCESS
 from ddp_core.cli.words import as_json as _as_json
@@ -50,18 +47,6 @@ Examples:
 # torch.distributed.launch puts --local-rank before all other words, or after the words that its script passes on.
 _local_rank = click.option("--local-rank", "--local_rank", hidden=True, expose_value=False)
 _run_argument = click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
-_config = partial(
-    click.option,
-    "--config",
-    cls=TitledOption,
-    metavar="FILE",
-    is_eager=True,
-    expose_value=False,
-    callback=take_config,
-    shell_complete=complete_value,
-    help="Read settings, and options from a table [train], from a TOML, YAML or JSON file. The command line overrides "
-    "it. [default: none]",
-)
 
 
 def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -99,7 +84,6 @@ def _require_known(experiment: str | None) -> None:
 
 
 @ddp.command("train", options=field_options, epilog=_EXAMPLES)
-@_config(title="What is trained, and from where on")
 @click.option(
     "--dry-run",
     "is_dry_run",
@@ -120,15 +104,12 @@ def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
     from ddp_core.distributed.reports import stop_with_caller
 
     stop_with_caller()
-    asked, config = asked_in(context), config_of(context)
+    asked = asked_in(context)
     _require_known(None if asked.record else asked.experiment)
-    # The options of a --config file are written out: the run's record must not depend on that file.
-    words = context.obj if config.options is None else ["train", *asked.to_words()]
-    return carry_out(asked, words, context.meta.get(IS_OWN_PROCESS, False), is_dry_run, config.blamed())
+    return carry_out(asked, context.obj, context.meta.get(IS_OWN_PROCESS, False), is_dry_run)
 
 
 @ddp.command("rehearse", options=field_options)
-@_config(title="What is trained, and from where on")
 @click.pass_context
 def rehearse_(context: click.Context, /, **_: object) -> int:
     """Try a long run in short, before it is submitted.
@@ -140,11 +121,10 @@ def rehearse_(context: click.Context, /, **_: object) -> int:
     _quiet()
     from ddp_core.cli.train import carry_out
 
-    asked, config = asked_in(context), config_of(context)
+    asked = asked_in(context)
     _require_known(None if asked.record else asked.experiment)
-    words = context.obj if config.options is None else ["rehearse", *asked.to_words()]
     new = asked.model_copy(update={"resume": "never"})
-    return carry_out(new, words, context.meta.get(IS_OWN_PROCESS, False), blamed=config.blamed(), is_rehearsal=True)
+    return carry_out(new, context.obj, context.meta.get(IS_OWN_PROCESS, False), is_rehearsal=True)
 
 
 @ddp.command("list")
@@ -297,11 +277,7 @@ ddp.add_command(export_)
     show_default=True,
     help="cuda: on this machine's GPUs; ranks or replicas that have none of their own share one.",
 )
-@_config()
-@click.pass_context
-def verify_layouts(
-    context: click.Context, experiment: str, settings: tuple[str, ...], data_dir: str, device: DeviceType
-) -> int:
+def verify_layouts(experiment: str, settings: tuple[str, ...], data_dir: str, device: DeviceType) -> int:
     """Train on every layout that runs here, compare digests.
 
     EXPERIMENT is digits, if none is named.
@@ -310,8 +286,7 @@ def verify_layouts(
     _require_known(experiment)
     from ddp_core.cli.verify_layouts import compare_layouts
 
-    with config_of(context).blamed():
-        return compare_layouts(experiment, settings, data_dir, device)
+    return compare_layouts(experiment, settings, data_dir, device)
 
 
 @ddp.command()
@@ -366,11 +341,8 @@ def fetch_(name: str, data_dir: str) -> int:
 @click.argument("experiment", required=False, shell_complete=complete_experiment)
 @click.option("--probe", is_flag=True, help="Say instead whether this CPU computes the published bits: ddp probe.")
 @click.option("--share", is_flag=True, help="With --probe: print a record of this machine to send back.")
-@_config()
 @_as_json
-@click.pass_context
 def doctor(
-    context: click.Context,
     experiment: str | None,
     settings: tuple[str, ...],
     data_dir: str,
@@ -390,8 +362,7 @@ def doctor(
             raise UserError("doctor: --share goes with --probe, and --probe with no experiment")
         words = [word for word, is_asked in (("--share", share), ("--json", as_json)) if is_asked]
         return offered_command("probe")(words)
-    with config_of(context).blamed():
-        return diagnose(experiment, settings, Path(data_dir), as_json)
+    return diagnose(experiment, settings, Path(data_dir), as_json)
 
 
 @ddp.command()

@@ -129,7 +129,7 @@ def _files(request: Request) -> str:
     names = [
         *_FILES,
         *(name for name, wanted in asked.items() if wanted),
-        *(f"{name}/" for name in options.log_to if name != "mlflow"),
+        *(f"{name}/" for name in options.log_to),
     ]
     place = Path(options.output) / request.loaded.experiment.name / f"{layout.label}-<time>-<id>"
     return f"{', '.join(names)} in {place}/"

@@ -17,7 +17,6 @@ from ddp_core.base.errors import UserError, near_names
 from ddp_core.base.process import leave_first_process, make_patient
 from ddp_core.cli.click_kinds import asked_in, meant_by
 from ddp_core.cli.commands import COMPLETION_VARIABLE, ddp, train_
-from ddp_core.cli.config import DEFAULT_MAP, config_of
 from ddp_core.cli.words import IS_OWN_PROCESS
 from ddp_core.distributed.stop import asking_signals, signals_as_before, stops_at_once
 from ddp_core.distributed.world import World
@@ -81,12 +80,4 @@ def _in_one_line(error: click.UsageError) -> UserError:
         meant = meant_by(error.option_name, known) if where == "ddp train" else near[0] if near else None
         if meant is not None:
             return UserError(f"no such option {error.option_name}; did you mean {meant}?")
-    return UserError(f"{_file_of(error)}{error.format_message().rstrip('.')} (see `{where} --help`)")
-
-
-def _file_of(error: click.UsageError) -> str:
-    """The name of the file of --config, for the beginning of the message, if the wrong value stands in that file."""
-    context, parameter = error.ctx, getattr(error, "param", None)
-    if context is None or parameter is None or context.get_parameter_source(parameter.name) is not DEFAULT_MAP:
-        return ""
-    return f"{config_of(context).path}: "
+    return UserError(f"{error.format_message().rstrip('.')} (see `{where} --help`)")

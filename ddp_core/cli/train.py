@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,15 +34,14 @@ def carry_out(
     words: Sequence[str],
     is_own_process: bool,
     is_dry_run: bool = False,
-    blamed: AbstractContextManager[None] = nullcontext(),  # noqa: B008
     evaluated: Callable[[], Evaluated] | None = None,
     is_rehearsal: bool = False,
 ) -> int:
     """Train as asked, or for a dry run say what that would do, or only rehearse it; returns the exit code.
 
-    `words`: the command line without `ddp`. `is_own_process`: whether this process ends with the command. `blamed`: the
-    context in which an error about a setting names the file of --config. `evaluated`: called once torch may be loaded;
-    the weights that it names are evaluated, and nothing is trained. Raises UserError.
+    `words`: the command line without `ddp`. `is_own_process`: whether this process ends with the command.
+    `evaluated`: called once torch may be loaded; the weights that it names are evaluated, and nothing is trained.
+    Raises UserError.
     """
     world = World.from_environment()
     numerics = EarlyNumerics(words, is_own_process)
@@ -56,7 +55,7 @@ def carry_out(
     from ddp_core.run.run import run_worker, worker_main
 
     use_chosen_threads()
-    with blamed, no_silent_end(partial(_tell, world)):
+    with no_silent_end(partial(_tell, world)):
         request = prepare(asked, shlex.join(["ddp", *words]), numerics.can_hold)
     if evaluated is not None:
         request = replace(request, evaluated=evaluated())

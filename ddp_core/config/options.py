@@ -18,7 +18,7 @@ from ddp_core.config.layout import DeviceType, LayoutKind, ShardMode
 from ddp_core.config.records import ByDefault, CommandLine, Frozen, Numerics, ReductionKind, is_repeated, option_name
 
 Launcher = Literal["torchrun", "spawn"]
-LoggerName = Literal["tensorboard", "mlflow", "wandb", "prometheus"]
+LoggerName = Literal["tensorboard", "wandb"]
 
 Count = Annotated[int, Field(gt=0), CommandLine(metavar="N")]
 Steps = Annotated[int, Field(gt=0), CommandLine(metavar="STEPS")]

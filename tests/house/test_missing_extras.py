@@ -119,11 +119,9 @@ WORK = [
 ]
 NEED = [
     *(("digits", (DDP, words)) for words in (["train", "digits", "--dry-run"], ["rehearse", "digits"])),
-    ("yaml", (DDP, ["train", "mine.py", "--config", "settings.yaml"])),
     ("yaml", (DDP, ["chaos", "--backend", "local"])),
     ("yaml", (CLUSTER, ["check", "ddp-cpu"])),
-    *((name, (DDP, ["train", "mine.py", "--log-to", name])) for name in ("tensorboard", "mlflow", "wandb")),
-    ("prometheus", (DDP, ["train", "mine.py", "--log-to", "prometheus"])),
+    *((name, (DDP, ["train", "mine.py", "--log-to", name])) for name in ("tensorboard", "wandb")),
     ("report", (DDP, ["report"])),
     ("report", ("ddp_lab.report.__main__", [])),
     ("cluster", (CLUSTER, ["up", "--experiment", "mine.py", "--backend", "docker"])),

@@ -17,7 +17,6 @@ OPENING = {"open", "read_text", "read_bytes"}
 ELSEWHERE = {
     "ddp_core/cli/bundle.py": "members of an archive that is being written",
     "ddp_core/cli/click_kinds.py": "the source of an installed command",
-    "ddp_core/cli/config.py": "the file that --config names",
     "ddp_core/cli/training.py": "a file in a temporary folder of its own",
     "ddp_core/distributed/reports.py": "the launcher's folder for its workers",
     "ddp_core/distributed/seat.py": "the launcher's folder for its workers",

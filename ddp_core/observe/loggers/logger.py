@@ -18,17 +18,13 @@ _PATIENCE = 30.0  # seconds
 
 
 def check_loggers(names: Iterable[str]) -> None:
-    """Raises UserError where a package is missing, with the command that installs it, or a login, or a folder."""
+    """Raises UserError where a package is missing, with the command that installs it, or a login."""
     for name in dict.fromkeys(names):
         require(f"--log-to {name}", name)
         if name == "wandb":
             from ddp_core.observe.loggers.wandb import require_login
 
             require_login()
-        elif name == "prometheus":
-            from ddp_core.observe.loggers.prometheus import require_folder
-
-            require_folder()
 
 
 def start_loggers(names: Iterable[str], run: LoggedRun, warn: Callable[[str], None]) -> list[BackgroundLogger]:

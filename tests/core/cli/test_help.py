@@ -125,7 +125,7 @@ def test_the_help_of_train_has_groups_defaults_and_examples(capsys: pytest.Captu
         for name, field in fields.items()
         if name != "experiment" and not command_line(field).hidden
     }
-    others = {"--config", "--dry-run"}
+    others = {"--dry-run"}
     assert rows.keys() - {"Usage:", "--help", *others} == shown
     assert others <= rows.keys()
     assert [option for option in shown if "[default: " not in rows[option]] == []

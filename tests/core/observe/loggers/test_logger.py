@@ -123,7 +123,7 @@ def test_settings_are_flat_and_have_no_gaps() -> None:
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
-    line = r"^--log-to mlflow needs mlflow-skinny, sqlalchemy and alembic: pip install 'samebits\[mlflow\]'$"
+    line = r"^--log-to wandb needs wandb: pip install 'samebits\[wandb\]'$"
     with pytest.raises(UserError, match=line) as caught:
-        check_loggers(["mlflow"])
+        check_loggers(["wandb"])
     assert caught.value.exit_code == 2

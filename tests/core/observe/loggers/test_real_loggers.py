@@ -1,10 +1,9 @@
-"""MLflow and Weights & Biases offline, with the real packages: a run that is stopped and resumed is one run there."""
+"""Weights & Biases offline, with the real package: a run that is stopped and resumed is one run there."""
 
 from __future__ import annotations
 
 import json
 import re
-import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,14 +18,13 @@ from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.directory import RunDirectory
 from tests.support.commands import ROOT, Ended, ddp, trained
 
-PAGES = ("log-to-tensorboard-mlflow-wandb.md", "log-to-prometheus.md")
-PAGE = "\n".join((ROOT / "docs" / "how-to" / page).read_text() for page in PAGES)
+PAGE = (ROOT / "docs" / "how-to" / "log-to-tensorboard-wandb.md").read_text()
 SETTINGS = ("--device", "cpu", "--log-every", "1", "--set", "max_steps=6", "--set", "seed=3")
 
 
 def train(home: Path, *words: str, **settings: str) -> Ended:
-    """Run a command, with results below `home` / "out"; what the packages keep for themselves lands in `home`, too."""
-    environment = {"HOME": str(home), "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_MODE": "offline"} | settings
+    """Run a command, with results below `home` / "out"; what the package keeps for itself lands in `home`, too."""
+    environment = {"HOME": str(home), "WANDB_MODE": "offline"} | settings
     return ddp(*words, *SETTINGS, "--output", home / "out", env=environment)
 
 
@@ -46,93 +44,12 @@ def stop_and_resume(home: Path, logger: str) -> tuple[RunDirectory, dict[str, An
     return trained(home / "out")
 
 
-def test_the_pages_have_a_command_for_each_logger() -> None:
+def test_the_page_has_a_command_for_each_logger() -> None:
     names: set[str] = set()
     for line in re.findall(r"\bddp train (.*)$", PAGE, re.MULTILINE):
         with group.commands["train"].make_context("train", line.split()) as context:
             names |= set(asked_in(context).log_to)
     assert names == set(get_args(LoggerName))
-
-
-@pytest.mark.extras("mlflow", "sqlalchemy", "alembic")
-def test_mlflow_keeps_a_resumed_run_as_one(tmp_path: Path) -> None:
-    directory, record = stop_and_resume(tmp_path, "mlflow")
-    from mlflow import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{tmp_path / 'out' / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("digits")
-    assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.run_name == directory.path.name
-    assert run.info.status == "FINISHED"
-    assert (run.data.params["seed"], run.data.params["optimizer.name"]) == (
-        "3",
-        record["experiment"]["optimizer"]["name"],
-    )
-    assert run.data.tags["layout"] == "ddp-1x2-cpu"
-    assert run.data.tags["weights_sha256"] == record["weights_sha256"]
-    assert run.data.metrics["result/test_loss"] == record["result"]["test_loss"]
-    assert "test_loss" in run.data.metrics
-    losses = {point.step: point.value for point in client.get_metric_history(run.info.run_id, "loss")}
-    assert losses == {step["step"]: step["loss"] for step in read_metrics(directory.metrics, "step")}
-
-
-@pytest.mark.extras("prometheus_client")
-def test_prometheus_reads_the_last_values_of_a_resumed_run(tmp_path: Path) -> None:
-    from prometheus_client.parser import text_fd_to_metric_families
-
-    folder = tmp_path / "textfiles"
-    folder.mkdir()
-    words = [*on_the_page("prometheus"), "--layout", "single", "--checkpoint-every", "2"]
-    place = {"DDP_PROMETHEUS_DIR": str(folder)}
-    assert train(tmp_path, *words, "--max-seconds", "0.001", **place).code == 75
-    assert 'ddp_run_status="stopped",experiment="digits"' in next(folder.iterdir()).read_text()
-    ended = train(tmp_path, *words, "--resume", "auto", **place)
-    assert ended.code == 0, ended.errors
-    assert "warning" not in ended.errors
-    directory, record = trained(tmp_path / "out")
-
-    (file,) = folder.iterdir()
-    assert file.name == f"ddp-digits-{directory.path.name}.prom"
-    with file.open() as text:
-        families = {family.name: family for family in text_fd_to_metric_families(text)}
-    samples = [sample for family in families.values() for sample in family.samples]
-    assert all(sample.labels["run"] == directory.path.name for sample in samples)
-    assert all(sample.labels["experiment"] == "digits" for sample in samples)
-    assert {name: family.type for name, family in families.items() if family.type != "gauge"} == {
-        "ddp_checkpoints": "counter"
-    }
-    value = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
-    names = ("digits", directory.path.name)
-    last = read_metrics(directory.metrics, "step")[-1]
-    assert value["ddp_step", *names] == value["ddp_planned_steps", *names] == 6
-    assert value["ddp_loss", *names] == last["loss"]
-    assert value["ddp_learning_rate", *names] == last["lr"]
-    assert value["ddp_data_wait_ratio", *names] == last["data_wait"]
-    assert value["ddp_checkpoints_total", *names] >= 2
-    figures = {sample.labels["figure"]: sample.value for sample in samples if sample.name == "ddp_result"}
-    assert figures["test_loss"] == record["result"]["test_loss"]
-    states = {sample.labels["ddp_run_status"]: sample.value for sample in samples if sample.name == "ddp_run_status"}
-    assert states == {"running": 0, "completed": 1, "stopped": 0, "failed": 0}
-
-
-@pytest.mark.extras("prometheus_client")
-def test_prometheus_without_a_folder_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    for place in ({}, {"DDP_PROMETHEUS_DIR": str(tmp_path / "missing")}):
-        ended = train(tmp_path, *on_the_page("prometheus"), **place)
-        assert ended.code == 2
-        assert "DDP_PROMETHEUS_DIR" in ended.errors
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.extras("mlflow")
-def test_a_server_that_is_not_there_costs_one_warning(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        server = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-    ended = train(tmp_path, *on_the_page("mlflow"), MLFLOW_TRACKING_URI=server, MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
-    assert ended.code == 0
-    assert ended.errors.count("warning: mlflow is left out from here on: MlflowException") == 1
-    assert trained(tmp_path / "out")[1]["status"] == "completed"
 
 
 @pytest.mark.extras("wandb")
