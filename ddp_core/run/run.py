@@ -251,11 +251,9 @@ def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
         from ddp_core.observe.loggers.logged import LoggedRun, loggable
         from ddp_core.observe.loggers.logger import start_loggers
 
-        settings = request.loaded.experiment.to_json()
-        settings |= {"layout": request.layout.label, "reduction": request.options.reduction}
         experiment = request.loaded.experiment
-        total = experiment.total_steps(record.steps_per_epoch)
-        logged = LoggedRun(directory.path, experiment.name, loggable(settings), total)
+        settings = experiment.to_json() | {"layout": request.layout.label, "reduction": request.options.reduction}
+        logged = LoggedRun(directory.path, experiment.name, loggable(settings))
         loggers = start_loggers(request.options.log_to, logged, console.warn)
     may_write = record.fence.check if record.fence is not None else lambda: None
     return MetricsWriter(directory.metrics, loggers, may_write)

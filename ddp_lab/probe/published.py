@@ -11,9 +11,8 @@ from ddp_core.base.documents import read_document
 from ddp_core.base.errors import UserError
 
 FORMAT = 1
-NAME = "portable-digests-2.json"
-"""The file of the table, with the version of the rules."""
-PLACE = Path(__file__).with_name(NAME)
+PLACE = Path(__file__).with_name("portable-digests-2.json")
+"""The file of the table; its name ends with the version of the rules."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,8 @@ def release(version: str) -> str:
     return version.partition("+")[0]
 
 
-def published(path: Path | None = None) -> Published:
-    """The table at `path`, or the one that comes with this package. Raises UserError where it cannot be read."""
-    place = path or PLACE
+def published(place: Path = PLACE) -> Published:
+    """The table in a file, by default the one of this package. Raises UserError where it cannot be read."""
     try:
         table = read_document(place, dict[str, Any])
         if table.pop("format") != FORMAT:

@@ -21,7 +21,6 @@ class LoggedRun:
     experiment: str
     settings: Mapping[str, Setting]
     """The experiment's settings under dotted names, the layout and the reduction."""
-    total_steps: int | None = None
 
     @property
     def name(self) -> str:
