@@ -34,12 +34,14 @@ from ddp_core.data.splits import InMemory, Splits
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
+from ddp_core.experiment.built import BuiltExperiment
 from ddp_core.model.builders import MODELS
 from ddp_core.model.losses import class_hits, cross_entropy
+from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.heartbeat import Heartbeat
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepBatch, StepObserver
-from ddp_core.trainers import Job, build_trainer
+from ddp_core.trainers import Job, RunAccess, build_trainer
 
 CLASSES = 10
 SETTINGS: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-4, "nesterov": True}
@@ -248,6 +250,8 @@ def trainer_turn(
     and checkpoint at the epoch's end, until they are on disk.
     """
     clock = Clock(steps)
+    assert isinstance(experiment.optimizer, Optimizer)
+    optimizer = build_optimizer(experiment.optimizer, model, experiment.global_batch_size)
     first = collectives.world.is_first
     with tempfile.TemporaryDirectory() as scratch, StopRequest() as stop:
         place = Path(scratch)
@@ -261,16 +265,12 @@ def trainer_turn(
                 experiment=experiment,
                 layout=layout,
                 options=Options(reduction=experiment.reduction, guard="off"),
-                model=model,
-                loss=cross_entropy,
-                hits=class_hits,
-                splits=splits,
+                parts=BuiltExperiment(model, cross_entropy, splits, optimizer, class_hits),
                 collectives=collectives,
-                device=torch.device("cpu"),
                 console=console,
                 metrics=metrics,
                 stop=stop,
-                checkpointer=checkpointer,
+                run=RunAccess(checkpointer=checkpointer),
                 observers=[Heartbeat(place, collectives.world), clock],
             )
             with closing(build_trainer(job)) as trainer:

@@ -15,7 +15,8 @@ from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
 from ddp_core.config.records import Frozen
 from ddp_core.distributed.world import World
-from ddp_core.experiment.request import BuiltExperiment, Request, build_parts
+from ddp_core.experiment.built import BuiltExperiment
+from ddp_core.experiment.request import Request, build_parts
 from ddp_core.record.continuing import find_resumable
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.forking import find_fork

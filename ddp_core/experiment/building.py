@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +26,7 @@ from ddp_core.model.builders import MODELS
 from ddp_core.model.losses import LOSSES
 from ddp_core.model.optimizers import build_optimizer, require_schedules, require_trains
 from ddp_core.observe.callback import Callback
-from ddp_core.observe.step import StepBatch, StepObserver, StepReport
+from ddp_core.observe.step import StepObserver, StepObservers
 
 Kind = Literal["model", "data", "loss", "optimizer", "schedule"]
 
@@ -221,33 +221,15 @@ def callbacks_of(loaded: LoadedExperiment) -> tuple[list[Callback], list[StepObs
         if isinstance(each, Callback) and each.ranks not in ("first", "all"):
             raise UserError(f"callbacks[{number}] in {loaded.path} has ranks={each.ranks!r}; it is 'first' or 'all'")
     callbacks = [each for each in found if isinstance(each, Callback)]
-    return callbacks, [_UsersObserver(each) for each in found if not isinstance(each, Callback)]
+    observers = [each for each in found if isinstance(each, StepObserver)]
+    return callbacks, [_UsersObservers(observers)] if observers else []
 
 
-class _UsersObserver(StepObserver):
-    """A step observer of the user's, each call within a boundary that says whose code it is."""
+class _UsersObservers(StepObservers):
+    """The user's step observers, called within a boundary that says whose code it is."""
 
     _boundary = user_code("your step observer")
 
-    def __init__(self, observer: StepObserver) -> None:
-        self._observer = observer
-
-    def before_step(self, batch: StepBatch) -> None:
+    def tell(self, moment: str, *words: Any) -> None:
         with self._boundary:
-            self._observer.before_step(batch)
-
-    def before_wait(self) -> None:
-        with self._boundary:
-            self._observer.before_wait()
-
-    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
-        with self._boundary:
-            self._observer.gradients_done(batch, reports)
-
-    def skipped(self, batch: StepBatch) -> None:
-        with self._boundary:
-            self._observer.skipped(batch)
-
-    def after_step(self, batch: StepBatch) -> None:
-        with self._boundary:
-            self._observer.after_step(batch)
+            super().tell(moment, *words)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.keyed_draws import seed_draws
@@ -30,13 +29,12 @@ from ddp_core.experiment.building import (
     resolve,
     schedule_of,
 )
+from ddp_core.experiment.built import BuiltExperiment
 from ddp_core.experiment.file import LoadedExperiment, Served, in_one_line, place_of, run_file
 from ddp_core.experiment.fresh_model import fill_tables, make_real, own_memory
 from ddp_core.experiment.source import serve_modules
 from ddp_core.model.builders import lay_out
 from ddp_core.model.losses import HITS
-from ddp_core.observe.callback import Callback
-from ddp_core.observe.step import StepObserver
 
 
 class Evaluated(NamedTuple):
@@ -173,24 +171,6 @@ class Request:
         """The request for so many ranks, which go on after others were lost."""
         counts = {"nnodes": nnodes, "nproc_per_node": nproc_per_node}
         return replace(self, layout=self.layout.model_copy(update=counts))
-
-
-@dataclass(frozen=True)
-class BuiltExperiment:
-    """What training needs of an experiment: model, data, loss, optimizer, and what its file adds to them."""
-
-    model: nn.Module
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    hits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
-    """How accuracy is counted: by the file's own function, or by the one that belongs to the loss."""
-    splits: Splits
-    optimizer: torch.optim.Optimizer
-    schedule: LRScheduler | None = None
-    """None where a built-in rule sets the rate."""
-    metrics: Callable[..., Any] | Mapping[str, Any] | None = None
-    """The file's own: a function, an object like one, or several by name."""
-    callbacks: Sequence[Callback] = ()
-    observers: Sequence[StepObserver] = ()
 
 
 def build_parts(

@@ -1,4 +1,4 @@
-"""One step of training as an observer sees it: the batch, the losses of all ranks, and when it is called.
+"""A training as an observer sees it: the batch of a step, the losses of all ranks, and the moments.
 
 Needs no torch, so that commands which only read what observers have written start quickly.
 """
@@ -6,14 +6,13 @@ Needs no torch, so that commands which only read what observers have written sta
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddp_core.config.cut import MicroBatch
-    from ddp_core.data.trees import Batch
     from ddp_core.sampler import Ids
 
 
@@ -28,8 +27,8 @@ class StepBatch:
     """Samples of the whole global batch, over all ranks."""
     micro_batches: list[MicroBatch]
     ids: list[Ids]
-    tensors: Sequence[Batch]
-    """Inputs and targets of each micro-batch, on the device that trains."""
+    tensors: Sequence[tuple[Any, Any]]
+    """Inputs and targets of each micro-batch, trees of tensors on the device that trains."""
     wait_seconds: float = 0.0
     """How long the loop waited for this batch."""
 
@@ -56,10 +55,13 @@ class StepReport:
 
 
 class StepObserver:
-    """Something that is called at the moments of every step; the methods stand in the order in which they are called.
+    """Something that is told the moments of a training; the methods stand in the order in which they are called.
 
     An observer may wait, write, or raise to end the run. It overrides the methods that it needs; the others do nothing.
     """
+
+    def begin(self) -> None:
+        """The first step of this process comes next; a collective may be made here."""
 
     def before_step(self, batch: StepBatch) -> None:
         """The batch is loaded, and nothing of it has been computed yet."""
@@ -76,38 +78,76 @@ class StepObserver:
     def after_step(self, batch: StepBatch) -> None:
         """The weights have been updated (or the step skipped), and the step counts as done."""
 
+    def step_done(self, batch: StepBatch) -> None:
+        """All observers know of the step; ranks may agree that it was the last one."""
+
+    def epoch_done(self, batch: StepBatch) -> None:
+        """The step was the last one of its epoch, or of the run."""
+
+    def settle(self, batch: StepBatch) -> None:
+        """Nothing changes the state any more before the next step: it may be compared, and saved."""
+
+    def before_stop(self) -> None:
+        """The run is to end here, on request, and to be resumed later."""
+
+    def end(self) -> None:
+        """All steps are done; whoever does not let the result pass raises now."""
+
+    def ended(self) -> None:
+        """The result stands."""
+
 
 class StepObservers(StepObserver):
     """Several observers as one; at each moment those that do something then are called, in the order given."""
 
     def __init__(self, observers: Sequence[StepObserver]) -> None:
-        self._before_step = [each.before_step for each in observers if _acts(each, "before_step")]
-        self._before_wait = [each.before_wait for each in observers if _acts(each, "before_wait")]
-        self._gradients_done = [each.gradients_done for each in observers if _acts(each, "gradients_done")]
-        self._skipped = [each.skipped for each in observers if _acts(each, "skipped")]
-        self._after_step = [each.after_step for each in observers if _acts(each, "after_step")]
+        moments = [name for name in vars(StepObserver) if not name.startswith("_")]
+        self._acts: dict[str, list[Callable[..., None]]] = {
+            moment: [getattr(each, moment) for each in observers if _acts(each, moment)] for moment in moments
+        }
+
+    def begin(self) -> None:
+        self.tell("begin")
 
     def before_step(self, batch: StepBatch) -> None:
-        for act in self._before_step:
-            act(batch)
+        self.tell("before_step", batch)
 
     def before_wait(self) -> None:
-        for act in self._before_wait:
-            act()
+        self.tell("before_wait")
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
-        for act in self._gradients_done:
-            act(batch, reports)
+        self.tell("gradients_done", batch, reports)
 
     def skipped(self, batch: StepBatch) -> None:
-        for act in self._skipped:
-            act(batch)
+        self.tell("skipped", batch)
 
     def after_step(self, batch: StepBatch) -> None:
-        for act in self._after_step:
-            act(batch)
+        self.tell("after_step", batch)
+
+    def step_done(self, batch: StepBatch) -> None:
+        self.tell("step_done", batch)
+
+    def epoch_done(self, batch: StepBatch) -> None:
+        self.tell("epoch_done", batch)
+
+    def settle(self, batch: StepBatch) -> None:
+        self.tell("settle", batch)
+
+    def before_stop(self) -> None:
+        self.tell("before_stop")
+
+    def end(self) -> None:
+        self.tell("end")
+
+    def ended(self) -> None:
+        self.tell("ended")
+
+    def tell(self, moment: str, *words: Any) -> None:
+        """Call the method of this name."""
+        for act in self._acts[moment]:
+            act(*words)
 
 
 def _acts(observer: StepObserver, moment: str) -> bool:
-    """Whether the observer does something of its own at this moment: most do so at one or two of the five."""
+    """Whether the observer does something of its own at this moment: most do so at one or two of them."""
     return getattr(type(observer), moment) is not getattr(StepObserver, moment)

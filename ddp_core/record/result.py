@@ -75,9 +75,11 @@ def result_of(trainer: Trainer, weights: Mapping[str, Any], metrics: Path, secon
     told = (record.get("data_wait") for record in each_record(metrics, "step"))
     waits = array("d", (wait for wait in told if wait is not None))
     result = {
-        "train_loss": state.last_epoch_loss,
-        **state.evaluation,
-        "samples_per_second": state.trained_samples / state.trained_seconds if state.trained_seconds else None,
+        "train_loss": state.position.last_epoch_loss,
+        **state.position.evaluation,
+        "samples_per_second": state.position.trained_samples / state.position.trained_seconds
+        if state.position.trained_seconds
+        else None,
         "seconds": round(seconds, 3),
         "steps": state.step,
         "time_split": trainer.clock.per_step(),
@@ -91,8 +93,8 @@ def result_of(trainer: Trainer, weights: Mapping[str, Any], metrics: Path, secon
 
 def early_end(trainer: Trainer) -> dict[str, Any] | None:
     """Where a callback has ended the run, and why, for its record; None where all steps were trained."""
-    reason = trainer.state.ended_early
-    return None if reason is None else {"step": trainer.state.step, "of": trainer.total_steps, "reason": reason}
+    reason = trainer.state.position.ended_early
+    return None if reason is None else {"step": trainer.state.step, "of": trainer.steps.total, "reason": reason}
 
 
 def _numbers(tensor: Tensor) -> list[float]:

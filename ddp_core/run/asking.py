@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from ddp_core.trainers.noting import Sums
-from ddp_core.trainers.testimony import Testimony
+from ddp_core.trainers.testimony import Sums, Testimony
 
 ADDRESS = "DDP_REPEATER"
 """The variable that names the repeater's socket."""

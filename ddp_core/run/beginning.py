@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,8 +18,9 @@ from ddp_core.data.data_digest import DataDigest
 from ddp_core.data.splits import Splits
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
 from ddp_core.distributed.world import World
+from ddp_core.experiment.built import BuiltExperiment
 from ddp_core.experiment.fresh_model import require_same_model
-from ddp_core.experiment.request import BuiltExperiment, Request, build_parts, build_splits, check_promise
+from ddp_core.experiment.request import Request, build_parts, build_splits, check_promise
 from ddp_core.experiment.source import Source, collect, require_same_source
 from ddp_core.numerics.kernels import portable_kernels
 from ddp_core.observe.metrics import Console
@@ -28,10 +29,10 @@ from ddp_core.record.data import agreed_digest, digest_data
 from ddp_core.record.environment import facts_of
 from ddp_core.run.resuming import ChosenRun
 from ddp_core.sharding import Sharding
-from ddp_core.trainers.own_metrics import OwnMetrics
-from ddp_core.trainers.passes import Passes
 from ddp_core.trainers.train_state import score_of
-from ddp_core.trainers.trial import try_metrics
+
+if TYPE_CHECKING:
+    from ddp_core.trainers.own_metrics import OwnMetrics
 
 
 class Beginning(NamedTuple):
@@ -40,8 +41,7 @@ class Beginning(NamedTuple):
     collectives: Collectives
     console: Console
     parts: BuiltExperiment
-    own_metrics: OwnMetrics | None
-    """The experiment's metrics, as they are counted."""
+    """With the experiment's metrics as they are counted, an `OwnMetrics`."""
     source: Source
     """The user's code, of which all modules are imported by now."""
     data: DataDigest
@@ -116,8 +116,8 @@ def _meet(
 
 def _build_the_same(
     request: Request, collectives: Collectives, console: Console, kept: Kept
-) -> tuple[BuiltExperiment, OwnMetrics | None, Source, DataDigest]:
-    """All parts, the metrics as they are counted, the user's code and the digest of the data.
+) -> tuple[BuiltExperiment, Source, DataDigest]:
+    """All parts, the user's code and the digest of the data.
 
     Raises UserError on every rank where the ranks have another version of ddp_core, request, code or data.
     """
@@ -130,7 +130,7 @@ def _build_the_same(
         splits = replace(built, most=request.loaded.experiment.samples_in_miniature(len(built.train)))
     parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device, splits)
     require_same_model(collectives, parts.model)
-    own_metrics = _own_metrics(request, parts, collectives.device, is_known)
+    parts = replace(parts, metrics=_own_metrics(request, parts, collectives.device, is_known))
     # All modules of the user are imported by now.
     source = kept.source or collect(request.loaded)
     require_same_source(collectives, source)
@@ -140,7 +140,7 @@ def _build_the_same(
     splits = replace(parts.splits, files=()) if request.is_tried and not request.is_witness else parts.splits
     digest = agreed_digest(splits, collectives, console.say, request.options, kept.digest)
     kept.splits, kept.digest, kept.source = parts.splits, digest, source
-    return parts, own_metrics, source, digest
+    return parts, source, digest
 
 
 def _own_metrics(request: Request, parts: BuiltExperiment, device: torch.device, is_known: bool) -> OwnMetrics | None:
@@ -148,13 +148,20 @@ def _own_metrics(request: Request, parts: BuiltExperiment, device: torch.device,
 
     Raises UserError where none of the figures is the one that the experiment calls the best.
     """
-    own_metrics = None if parts.metrics is None else OwnMetrics.of(parts.metrics)
+    own_metrics: OwnMetrics | None = None
+    if parts.metrics is not None:
+        from ddp_core.trainers.own_metrics import OwnMetrics
+
+        own_metrics = OwnMetrics.of(parts.metrics)
     experiment, figures, test = request.loaded.experiment, dict[str, Any](), parts.splits.test
     if is_known:
         return own_metrics
     if test is not None:
         figures = {"test_loss": 0.0} | ({} if parts.hits is None else {"test_accuracy": 0.0})
         if own_metrics is not None:
+            from ddp_core.trainers.passes import Passes
+            from ddp_core.trainers.trial import try_metrics
+
             forward = partial(Passes(experiment, parts.loss, device).outputs_and_loss, parts.model)
             figures |= try_metrics(parts.model, forward, own_metrics, test, parts.splits.collate)
         if experiment.ema_decay is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import closing, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -49,7 +50,7 @@ def evaluate_run(request: Request, world: World) -> None:
             raise UserError(f"data {name} holds nothing out to evaluate on: give Splits a `test`, or name other --data")
         with closing(build_trainer(_job(request, beginning))) as trainer:
             digests = _load(trainer, _weights(evaluated), evaluated)
-            figures = trainer.evaluate()
+            figures = trainer.evaluator.evaluate()
             problem = None
             if world.is_first:
                 told = _told(request, evaluated, beginning, digests, figures)
@@ -61,21 +62,13 @@ def evaluate_run(request: Request, world: World) -> None:
 
 
 def _job(request: Request, beginning: Beginning) -> Job:
-    collectives, console, parts, own_metrics, *_ = beginning
     return Job(
         experiment=request.loaded.experiment,
         layout=request.layout,
         options=request.options.model_copy(update={"guard": "off", "cuda_graph": False}),
-        model=parts.model,
-        loss=parts.loss,
-        hits=parts.hits,
-        splits=parts.splits,
-        optimizer=parts.optimizer,
-        schedule=parts.schedule,
-        own_metrics=own_metrics,
-        collectives=collectives,
-        device=collectives.device,
-        console=console,
+        parts=replace(beginning.parts, callbacks=()),
+        collectives=beginning.collectives,
+        console=beginning.console,
         metrics=MetricsWriter(None),
         stop=StopRequest(),
     )

@@ -20,28 +20,32 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Superseded, find_checkpoints, newest_valid
 from ddp_core.distributed.membership import Regroup, goes_back_to_checkpoint, newest_holder, node_of
 from ddp_core.distributed.process_group import Collectives
-from ddp_core.distributed.seat import Seat
+from ddp_core.distributed.seat import Seat, stop_file
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
+from ddp_core.experiment.built import BuiltExperiment
+from ddp_core.experiment.request import Request
 from ddp_core.observe.callback import Callback
 from ddp_core.observe.lost_peers import is_peer_loss
-from ddp_core.observe.step import StepObserver
 from ddp_core.record.directory import RunDirectory
-from ddp_core.run.beginning import Kept
+from ddp_core.run.recovery import Recovery
 from ddp_core.run.resuming import by_rank_0
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.held import HeldState, Offer
 
 
-class LiveRecovery:
+class LiveRecovery(Recovery):
     """What one worker keeps from one group to the next.
 
     `world`: what the launcher has given. `timeout`: seconds after which a silent process counts as lost.
     """
 
     def __init__(self, world: World, timeout: float) -> None:
+        super().__init__()
         self._seat = Seat(world, timeout)
-        self.kept = Kept()
+        self.stop_file = None if world.report_dir is None else stop_file(world.report_dir)
+        self.is_left_behind = self._ask_left_behind
+        self.makes_room = lambda: self._seat.makes_room
         self._held: HeldState | None = None
         self._callbacks: Sequence[Callback] | None = None
         self._trained_with: tuple[str, ...] = ()
@@ -49,22 +53,17 @@ class LiveRecovery:
         self._is_leaving, self._left_at = False, time.monotonic()
         self._is_built = False
 
-    @property
-    def comes_late(self) -> bool:
-        """Whether there is a group already, which this process has yet to join."""
-        return self._seat.comes_late
+    def groups(self, request: Request, world: World, stop: StopRequest) -> Iterator[tuple[Request, World]]:
+        """The groups that take this process in; the last one is over when nobody does any more. See `Seat.take`."""
+        if self._seat.comes_late:
+            self.kept.prepare(request)
+        while True:
+            self._is_built = False
+            if (place := self._seat.take(lambda: stop.requested)) is None:
+                return
+            yield request.for_ranks(place.nnodes, place.nproc_per_node), place
 
-    def place(self, stop: StopRequest) -> World | None:
-        """This process's place in the next group; None where nobody takes it in any more. See `Seat.take`."""
-        self._is_built = False
-        return self._seat.take(lambda: stop.requested)
-
-    def makes_room(self) -> bool:
-        """Whether all ranks are to leave at the end of the step, to let a new one in."""
-        return self._seat.makes_room
-
-    def is_left_behind(self) -> bool:
-        """Whether there is a newer group than this process's own; asks the store."""
+    def _ask_left_behind(self) -> bool:
         return self._seat.is_left_behind
 
     def await_built(self, collectives: Collectives) -> None:
@@ -107,6 +106,18 @@ class LiveRecovery:
         self._seat.leave(-1 if self._held is None else self._held.at.step)
         # Frees the memory of the old model for the next one, while the launchers decide which processes train it.
         gc.collect()
+
+    def require_told_once(self, parts: BuiltExperiment) -> None:
+        """Raises UserError (2) where callbacks or a user's observers may have seen what a live recovery takes back."""
+        of_all = next((type(each).__name__ for each in parts.callbacks if each.ranks == "all"), None)
+        if of_all is not None:
+            shown = f'callback {of_all} has ranks = "all"'
+            why = f"{shown}, and may see a step on some ranks that is computed again on others"
+        elif parts.observers:
+            why = "this experiment has an observer of its own, which may see a part of a step that is computed again"
+        else:
+            return
+        raise UserError(f"--recovery live cannot be had here: {why}; use --recovery restart")
 
     def hold(self, trainer: Trainer) -> None:
         """Keep the state of a trainer that was closed, where this rank leaves its group."""
@@ -157,21 +168,9 @@ class LiveRecovery:
             joined=change.joined,
             pause=round(pause, 3),
         )
-        trainer.figures.go_on(step, trainer.steps_per_epoch)
+        trainer.figures.go_on(step)
         again = "no step repeated" if newest <= step else f"step {newest} is computed again, since its state is lost"
         job.console.say(f"membership {self._seat.number}: {change.in_words(step)} after {pause:.1f} s, {again}")
-
-
-def require_told_once(callbacks: Sequence[Callback], observers: Sequence[StepObserver]) -> None:
-    """Raises UserError (2) where callbacks or a user's observers may have seen what a live recovery takes back."""
-    of_all = next((type(each).__name__ for each in callbacks if each.ranks == "all"), None)
-    if of_all is not None:
-        why = f'callback {of_all} has ranks = "all", and may see a step on some ranks that is computed again on others'
-    elif observers:
-        why = "this experiment has an observer of its own, which may see a part of a step that is computed again"
-    else:
-        return
-    raise UserError(f"--recovery live cannot be had here: {why}; use --recovery restart")
 
 
 @dataclass(frozen=True)

@@ -230,13 +230,12 @@ def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, 
     if fork is not None:
         ours.append(fork["experiment_sha256"])
     theirs = start.metadata.get("experiment_sha256")
-    state = load_together(
-        trainer, start, {"experiment_sha256": theirs if theirs in ours else trainer.experiment.digest()}
-    )
+    state = load_together(trainer, start, {"experiment_sha256": theirs if theirs in ours else job.experiment.digest()})
     fresh = [dict(group) for group in trainer.state.optimizer.param_groups]
     trainer.state.load_state_dict(state)
-    if fork is not None or theirs != trainer.experiment.digest():
-        trainer.state.ended_early = None  # another training, or a longer one, was asked for since
+    trainer.saving.newest_step = trainer.state.step
+    if fork is not None or theirs != job.experiment.digest():
+        trainer.state.position.ended_early = None  # another training, or a longer one, was asked for since
     if fork is not None:
         _take_hyperparameters(trainer.state.optimizer, fresh, fork["hyperparameters"])
     trainer.witnessed.go_on(is_changed=bool(notes), is_fork=fork is not None)

@@ -12,6 +12,7 @@ from ddp_core.config.cut import BatchCut, MicroBatch
 from ddp_core.config.experiment import Experiment
 from ddp_core.data.loader import Loader
 from ddp_core.data.prefetching import Key, StepIds
+from ddp_core.data.trees import Batch
 from ddp_core.observe.step import StepBatch
 from ddp_core.sampler import GlobalOrder, Ids
 
@@ -57,11 +58,20 @@ class Batches:
             self._mine[samples] = [part for share in self.shares for part in self.cut.share(share, samples)]
         return self._mine[samples]
 
+    def fetch(self, batch: StepBatch, micro_batch: MicroBatch) -> Batch:
+        """Inputs and targets of a micro-batch of the step that another process computes."""
+        ids, key = self.ids(batch.step, micro_batch), self.key(batch.step, micro_batch)
+        return self.loader.fetch(batch.epoch, ids, key)
+
     def owner(self, step: int, micro_batch: int) -> int:
         """The number of the share that a micro-batch of the step belongs to."""
         samples = self.samples_of(step)
         shares = (self.cut.share(share, samples) for share in range(self.cut.shares))
         return next(share for share, parts in enumerate(shares) if any(part.index == micro_batch for part in parts))
+
+    def untrained(self, step: int) -> StepBatch:
+        """The batch of a step without any micro-batch: what is said of a step that was trained before."""
+        return StepBatch(step, step // self.steps_per_epoch, self.samples_of(step), [], [], [])
 
     def starting_at(self, first_step: int, stop_step: int) -> Generator[StepBatch]:
         """The batches of the steps from `first_step` to before `stop_step`."""

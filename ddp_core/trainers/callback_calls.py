@@ -18,8 +18,9 @@ from ddp_core.base.user_code import user_code
 from ddp_core.checkpoint.state import in_host_memory
 from ddp_core.observe.callback import Callback, Moment
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
+from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
-from ddp_core.trainers.train_state import TrainState
+from ddp_core.trainers.steps import Steps
 
 Method = Literal["on_step", "on_epoch", "on_end"]
 
@@ -56,11 +57,13 @@ class CallbackCalls(StepObserver):
     For that, rank 0 lets the others know after each step of a live recovery what its callbacks have been told.
     """
 
-    def __init__(self, job: Job, state: TrainState) -> None:
-        self._job, self._state = job, state
+    def __init__(self, job: Job, steps: Steps, clock: StepClock) -> None:
+        self._job, self._steps, self._clock = job, steps, clock
         first = job.collectives.world.is_first
         self._callbacks = [
-            (position, callback) for position, callback in enumerate(job.callbacks) if first or callback.ranks == "all"
+            (position, callback)
+            for position, callback in enumerate(job.parts.callbacks)
+            if first or callback.ranks == "all"
         ]
         self.has_any = bool(self._callbacks)
         """Whether this rank has a callback."""
@@ -78,7 +81,7 @@ class CallbackCalls(StepObserver):
         """What rank 0 has let this rank know."""
 
     def begin(self) -> None:
-        """Learn in which methods ranks must ask each other; to be called by all ranks, before the first step."""
+        """Learn in which methods ranks must ask each other."""
         methods: tuple[Method, ...] = ("on_step", "on_epoch")
         own = {method for _, callback in self._callbacks for method in methods if _has(callback, method)}
         # A list of callbacks may differ between ranks.
@@ -90,13 +93,8 @@ class CallbackCalls(StepObserver):
         """What another process needs to know to call the callbacks in the place of rank 0."""
         if not self._job.collectives.world.is_first or not self.has_any:
             return self._shared
-        states = in_host_memory(self._state.states_of_callbacks(), self._job.device)
+        states = in_host_memory(self._steps.state.states_of_callbacks(), self._job.device)
         return Told(self._step, tuple(self._called), self._asked, states)
-
-    def share(self) -> None:
-        """Let the other ranks know, in a live recovery where rank 0 has callbacks; to be called by all ranks."""
-        if self._shares:
-            self._shared = self._job.collectives.broadcast(self.told())
 
     def take_over(self, told: Told | None, loss: float) -> None:
         """Go on after what the callbacks were told last; `loss` is that of the newest step."""
@@ -110,39 +108,50 @@ class CallbackCalls(StepObserver):
     def after_step(self, batch: StepBatch) -> None:
         self._call("on_step", batch.epoch, self._loss)
 
-    def epoch_done(self, epoch: int, is_evaluated: bool) -> None:
-        """Call every `on_epoch`."""
-        self._call("on_epoch", epoch, self._state.last_epoch_loss, is_evaluated)
+    def step_done(self, batch: StepBatch) -> None:
+        # In a live recovery rank 0 may have been lost before it called them.
+        self._call("on_step", batch.epoch, self._loss)
+        self._agree_to_end("on_step")
 
-    def end(self, epoch: int) -> None:
-        """Call every `on_end`."""
-        self._call("on_end", epoch, self._state.last_epoch_loss)
+    def epoch_done(self, batch: StepBatch) -> None:
+        with self._clock.aside():
+            is_evaluated = self._steps.state.evaluated_at == self._steps.state.step
+            self._call("on_epoch", batch.epoch, self._steps.state.position.last_epoch_loss, is_evaluated)
+            self._agree_to_end("on_epoch")
 
-    def agreed_end(self, method: Method) -> str | None:
-        """Why the run ends here, the same on every rank; None where it goes on. To be called by all ranks.
+    def settle(self, batch: StepBatch) -> None:
+        # Nothing is told of this step any more, whatever happens while it is saved.
+        if self._shares:
+            self._shared = self._job.collectives.broadcast(self.told())
+
+    def ended(self) -> None:
+        self._call("on_end", self._steps.last_epoch, self._steps.state.position.last_epoch_loss)
+
+    def _agree_to_end(self, method: Method) -> None:
+        """End the run here, on every rank, where a callback has asked for it in this method; called by all ranks.
 
         Ranks ask each other only where the experiment has a callback with this method. Raises UserError, on every
         rank, where a callback of all ranks has asked on some of them alone: another layout would go on.
         """
-        if method not in self._methods:
-            return None
+        if method not in self._methods or self._steps.are_done:
+            return
         collectives, asked = self._job.collectives, self._asked
         if not collectives.sum_(torch.tensor([float(bool(asked))])).item():
-            return None
+            return
         by_rank: list[dict[int, Asked]] = collectives.gather(asked)
         for position, one in sorted({place: each for asks in by_rank for place, each in asks.items()}.items()):
             ranks = [rank for rank, asks in enumerate(by_rank) if position in asks]
             if one.of_all and len(ranks) < len(by_rank):
                 raise UserError(
-                    f"after step {self._state.step}, callback {one.name} asked to end the run on "
+                    f"after step {self._steps.state.step}, callback {one.name} asked to end the run on "
                     f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {len(by_rank)} alone "
                     f"({one.reason}), so another layout would go on: let it look at what all ranks have alike, such as "
                     'moment.loss and moment.evaluation; or with ranks = "first" rank 0 asks for all'
                 )
-        return by_rank[0][min(by_rank[0])].reason
+        self._steps.state.position.ended_early = by_rank[0][min(by_rank[0])].reason
 
     def _call(self, method: Method, epoch: int, loss: float | None, is_evaluated: bool = False) -> None:
-        state, directory = self._state, self._job.directory
+        state, directory = self._steps.state, self._job.run.directory
         if state.step != self._step:
             self._step, self._called, self._asked = state.step, set(), {}
         if not self._callbacks or method in self._called:
@@ -153,7 +162,7 @@ class CallbackCalls(StepObserver):
             epoch=epoch,
             loss=loss,
             learning_rate=state.learning_rate,
-            evaluation=state.evaluation,
+            evaluation=state.position.evaluation,
             model=state.model,
             averaged_model=None if state.average is None else state.average.module,
             rank=self._job.collectives.world.rank,

@@ -10,21 +10,24 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ddp_core.base.digests import fast_digest, first_difference
 from ddp_core.base.errors import UserError
+from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.trainers.clock import StepClock
-from ddp_core.trainers.device_memory import DeviceMemory
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.noting import group_numbers
 from ddp_core.trainers.saving import Saving
 from ddp_core.trainers.train_state import TrainState
 
+if TYPE_CHECKING:
+    from ddp_core.trainers.device_memory import DeviceMemory
 
-class Guard:
+
+class Guard(StepObserver):
     """Ends a run where one of its checks finds other bits, or with `--on-difference warn` marks its record once.
 
     All ranks make the same checks in the same steps and meet the same findings: each raises UserError on every rank.
@@ -33,13 +36,17 @@ class Guard:
 
     def __init__(self, job: Job, state: TrainState, clock: StepClock, saving: Saving) -> None:
         self._job, self._state, self._clock, self._saving = job, state, clock, saving
-        self.mode = self._job.options.guard if self._job.options.reduction == "exact" else "off"
+        self.mode = self._job.options.guard if self._job.is_exact else "off"
         self.is_broken = False
         """Whether a check has found something in a run that shall go on all the same; then nothing more is checked."""
-        self.has_random_data = self._job.has_random_data
+        self.has_random_data = self._job.run.has_random_data
         self.figures: dict[str, Any] = {"mode": self.mode, "seconds": {}}
         """What run.json keeps of the guard, in `attempts`: among them the seconds of each kind of check."""
-        self._memory = DeviceMemory(self._job.collectives)
+        self._memory: DeviceMemory | None = None
+        if job.device.type == "cuda":
+            from ddp_core.trainers.device_memory import DeviceMemory
+
+            self._memory = DeviceMemory(job.collectives)
         self._began_at = 0
 
     @property
@@ -48,7 +55,6 @@ class Guard:
         return self.mode != "off" and not self.is_broken
 
     def begin(self) -> None:
-        """Before the first step of a training."""
         self._began_at = self._state.step
 
     @contextlib.contextmanager
@@ -65,8 +71,8 @@ class Guard:
                 raise
             self.is_broken = True
             self._job.console.say(f"warning: {error}; the run goes on as asked, and its record says so")
-            if self._job.broken is not None:
-                self._job.broken(step, str(error))
+            if self._job.run.mark_broken is not None:
+                self._job.run.mark_broken(step, str(error))
 
     @contextlib.contextmanager
     def timed(self, kind: str) -> Iterator[None]:
@@ -79,15 +85,17 @@ class Guard:
             seconds = self.figures["seconds"]
             seconds[kind] = seconds.get(kind, 0.0) + time.perf_counter() - began
 
-    def step_done(self) -> None:
-        """At the end of a step, before it is saved."""
+    def settle(self, batch: StepBatch) -> None:
         step = self._state.step
         if self.checks and self.compares_after(step):
-            if self._job.device.type == "cuda":
+            if self._memory is not None:
                 with self.check("device memory", step):
                     if (warning := self._memory.require_enough(step)) is not None:
                         self._job.console.say(warning)
             self.require_same_state()
+
+    def before_stop(self) -> None:
+        self.require_same_state()
 
     def compares_after(self, steps: int) -> bool:
         """Whether processes compare after so many steps what they have alike.

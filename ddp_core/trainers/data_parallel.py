@@ -1,7 +1,7 @@
 """One process, several replicas, each driven by a thread: nn.DataParallel's five moves, and nn.DataParallel itself.
 
 In every step nn.DataParallel scatters the batch, replicates the module, applies the replicas in parallel threads,
-gathers the outputs, and in backward reduces the gradients onto the first device. `DataParallelTrainer` makes the same
+gathers the outputs, and in backward reduces the gradients onto the first device. `DataParallelStrategy` makes the same
 moves over copies of the module. So layouts can be compared on a laptop, since on CPU torch's class only calls the
 module; and gradients can be added in a chosen order, since torch's class adds them inside autograd. Two things differ:
 each thread runs its own backward (torch's CPU autograd would run them one after the other), and losses are gathered
@@ -36,50 +36,49 @@ from ddp_core.reduction.written_parameters import WrittenParameters
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.keyed_random import KeyedRandom
 from ddp_core.trainers.passes import InPrecision, Passes
-from ddp_core.trainers.trainer import Trainer
+from ddp_core.trainers.strategy import Strategy
 
 _SETTINGS = (bool, int, float, str, type(None))
 """Types of attributes by which a callback may change what a model computes."""
 
 
-class DataParallelTrainer(Trainer):
-    """The trainer of `dp`, except for the plain reduction on CUDA: each replica of the model runs in its own thread.
+class DataParallelStrategy(Strategy):
+    """The strategy of `dp`, except for the plain reduction on CUDA: each replica of the model runs in its own thread.
 
     On CUDA the replicas are dealt to the devices in turn, so several may share a device. No thread chooses a stream:
     all of a device's work is queued on its default stream, whichever thread queues it, and torch makes a copy between
     two devices wait for the default streams of both. Not run on two GPUs yet.
     """
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self.model.train()
-        devices = [_device_of(job, number) for number in range(job.layout.nproc_per_node)]
+    def set_up(self) -> None:
+        """Copy the model to the replicas' devices, and begin their threads."""
+        devices = [_device_of(self.job, number) for number in range(self.job.layout.nproc_per_node)]
         turns = {device: threading.Lock() for device in devices if device.type == "cuda"}
         self.replicas = [
             _Replica(self, number, device, turns.get(device, contextlib.nullcontext()))
             for number, device in enumerate(devices)
         ]
+        self._is_compiled = self.job.is_exact and len(devices) > 1 and is_compiled(self.model)
 
-    def train(self, saved_step: int | None = None) -> None:
-        """See `Trainer.train`. Raises UserError for a compiled model, which can be evaluated, and has no replicas."""
-        if self.exact and len(self.replicas) > 1 and is_compiled(self.model):
+    def compute_gradients(self, batch: StepBatch) -> None:
+        """Scatter, replicate, parallel apply, gather, reduce. Raises UserError for a compiled model.
+
+        Such a model can be evaluated, but has no replicas.
+        """
+        if self._is_compiled:
             raise UserError(
                 "torch.compile under --layout dp: a replica is a copy of the model, which torch does not compile as "
                 "the model, so replicas would have other bits; use --layout ddp, or leave torch.compile out"
             )
-        super().train(saved_step)
-
-    def compute_gradients(self, batch: StepBatch) -> None:
-        """Scatter, replicate, parallel apply, gather, reduce."""
         scattered = self._scatter(batch)
         first, *others = self.replicas
         if not scattered[0].micro_batches:
             self.write_along(batch)
         for replica in others:
-            replica.copy_from(self.model)
+            replica.copy_from(self.model, bool(self.job.parts.callbacks))
         # A state that is compared on other layouts after this step.
-        by_values = self.exact and self.guard.compares_after(batch.step + 1)
-        if self.exact:
+        by_values = self.job.is_exact and self.compares_after(batch.step + 1)
+        if self.job.is_exact:
             first.begin(by_values)
             for replica in others:
                 replica.begin(by_values, first.foreign.digests)
@@ -92,13 +91,13 @@ class DataParallelTrainer(Trainer):
         ]
         losses_of_replicas = [future.result() for future in applied]
         self.clock.lap("forward_backward")
-        if self.exact:
+        if self.job.is_exact:
             used = [replica.written for replica in others if scattered[replica.number].micro_batches]
             self._require_same_parameters(first.written, used, by_values)
         for losses in losses_of_replicas:
             for index, loss in losses:
                 # Here, not in the replicas' threads, for the same reason as in `_scatter`.
-                self.losses.put(index, loss.to(self.device, non_blocking=True))
+                self.losses.put(index, loss.to(self.job.device, non_blocking=True))
         self.send_losses(batch)
         self._reduce()
 
@@ -132,10 +131,10 @@ class DataParallelTrainer(Trainer):
         """Each replica's part of the batch, on its device: the first share has the first micro-batches, and so on."""
         parts, stop = [], 0
         for replica in self.replicas:
-            start, stop = stop, stop + len(self.cut.share(replica.number, batch.samples))
+            start, stop = stop, stop + len(self.batches.cut.share(replica.number, batch.samples))
             own = slice(start, stop)
             tensors = batch.tensors[own]
-            if replica.device != self.device:
+            if replica.device != self.job.device:
                 # Copied here for all replicas, before the devices are busy: a copy makes both its devices wait.
                 bring = methodcaller("to", replica.device, non_blocking=True)
                 tensors = [(map_tensors(bring, inputs), map_tensors(bring, targets)) for inputs, targets in tensors]
@@ -145,11 +144,11 @@ class DataParallelTrainer(Trainer):
     def _reduce(self) -> None:
         """Sum all gradients into the first replica's: in the canonical tree, or from left to right as torch does."""
         first, *others = self.replicas
-        if self.exact:
+        if self.job.is_exact:
             gradients = fold_replicas([replica.tree for replica in self.replicas])
             statistics = fold_replicas([replica.statistics_tree for replica in self.replicas])[0]
             assert statistics is not None
-            first.statistics.finish(statistics.to(self.device, non_blocking=True))
+            first.statistics.finish(statistics.to(self.job.device, non_blocking=True))
             for replica in others:
                 replica.statistics.restore()
         else:
@@ -169,21 +168,22 @@ class _Replica:
 
     def __init__(
         self,
-        trainer: DataParallelTrainer,
+        strategy: Strategy,
         number: int,
         device: torch.device,
         turn: contextlib.AbstractContextManager[object],
     ) -> None:
-        self.trainer = trainer
+        job, model = strategy.job, strategy.model
         self.number, self.device, self._turn = number, device, turn
-        self.module = trainer.model if number == 0 else copy.deepcopy(trainer.model).to(device)
-        self.passes = trainer.passes
-        if device != trainer.device:
-            self.passes = Passes(trainer.experiment, trainer.job.loss, device)
-        self.retrain(trainer.model)
+        self._cut, self._is_exact = strategy.batches.cut, job.is_exact
+        self.module = model if number == 0 else copy.deepcopy(model).to(device)
+        self.passes = strategy.passes
+        if device != job.device:
+            self.passes = Passes(job.experiment, job.parts.loss, device)
+        self.retrain(model)
         self.statistics, self.foreign = BatchStatistics(self.module), ForeignBuffers(self.module)
         self.written = WrittenParameters(self.module)
-        self.random = KeyedRandom(trainer.experiment.seed, device)
+        self.random = KeyedRandom(job.experiment.seed, device)
         self.tree = self.statistics_tree = GradientTree(1)
         self.gradients: list[Tensor | None] = []
         self.thread = one_thread(f"replica-{number}", device)
@@ -203,16 +203,17 @@ class _Replica:
         self.trained = TrainedParameters(self.module)
 
     @torch.no_grad()
-    def copy_from(self, model: nn.Module) -> None:
+    def copy_from(self, model: nn.Module, with_settings: bool) -> None:
         """Copy the first replica's parameters and buffers, as nn.DataParallel does before every forward.
 
-        And the hooks on its weights, which no copy of a module takes along, and what callbacks may have set.
+        The hooks on its weights come along, which no copy of a module takes, and `with_settings` what callbacks may
+        have set.
         """
         ours, theirs = ([*module.parameters(), *module.buffers()] for module in (self.module, model))
         foreach_copy_(ours, theirs, non_blocking=True)
         for our, their in zip(ours, theirs, strict=True):
             share_hooks(our, their)
-        if self.trainer.callbacks.has_any:
+        if with_settings:
             for copied, module in zip(self.module.modules(), model.modules(), strict=True):
                 settings = {name: each for name, each in module.__dict__.items() if isinstance(each, _SETTINGS)}
                 copied.__dict__.update(settings)
@@ -232,9 +233,8 @@ class _Replica:
 
         `weight` is the loss_weight.
         """
-        trainer = self.trainer
-        count = trainer.cut.count(share.samples)
-        own = share_of(count, self.number, trainer.cut.shares)
+        count = self._cut.count(share.samples)
+        own = share_of(count, self.number, self._cut.shares)
         self.tree, self.statistics_tree = (GradientTree(count, own.start, own.stop) for _ in range(2))
         take_gradients(self.parameters)
         losses = []
@@ -242,14 +242,14 @@ class _Replica:
             # The turn lasts to the end of backward, which uses the generator where it computes activations again.
             with self._turn:
                 losses.append((part.index, self._run(share.step, part.index, data, weight)))
-            if trainer.exact:
+            if self._is_exact:
                 self.tree.push(take_gradients(self.parameters))
                 self.statistics_tree.push([self.statistics.take(part.stop - part.start)])
                 self.written.refuse_changes(is_last=part is share.micro_batches[-1])
-        if trainer.exact:
+        if self._is_exact:
             self.trained.refuse_changes()
             self.foreign.refuse_changed()
-        self.gradients = [] if trainer.exact else take_gradients(self.parameters)
+        self.gradients = [] if self._is_exact else take_gradients(self.parameters)
         return losses
 
 
@@ -257,27 +257,26 @@ def _device_of(job: Job, number: int) -> torch.device:
     return job.device if job.device.type == "cpu" else torch.device("cuda", number % torch.cuda.device_count())
 
 
-class CudaDataParallelTrainer(Trainer):
-    """The trainer of `dp` for the plain reduction on CUDA: nn.DataParallel itself.
+class CudaDataParallelStrategy(Strategy):
+    """The strategy of `dp` for the plain reduction on CUDA: nn.DataParallel itself.
 
     A step goes in rounds; in each, every device computes one micro-batch.
     """
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        devices = [torch.device("cuda", number) for number in range(job.layout.nproc_per_node)]
+    def set_up(self) -> None:
+        """Wrap the model in nn.DataParallel."""
+        devices = [torch.device("cuda", number) for number in range(self.job.layout.nproc_per_node)]
         self.module = nn.DataParallel(InPrecision(self.model, self.passes), device_ids=devices)
-        self.module.train()
-        self.seeds = [MicroBatchSeed(job.experiment.seed, device) for device in devices]
+        self.device_seeds = [MicroBatchSeed(self.job.experiment.seed, device) for device in devices]
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Call nn.DataParallel once per round; it scatters, replicates, applies, gathers and reduces."""
         for parameter in self.model.parameters():
             parameter.grad = None
         weight = self.passes.loss_weight(batch.samples)
-        for members in _rounds(batch, self.cut.shares, self.cut.count(batch.samples)):
+        for members in _rounds(batch, self.batches.cut.shares, self.batches.cut.count(batch.samples)):
             parts = [batch.micro_batches[member] for member in members]
-            for seed, part in zip(self.seeds, parts, strict=False):
+            for seed, part in zip(self.device_seeds, parts, strict=False):
                 seed(batch.step, part.index)
             inputs, targets = _joined(
                 [batch.tensors[member] for member in members], [part.stop - part.start for part in parts]

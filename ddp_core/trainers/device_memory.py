@@ -46,7 +46,5 @@ class DeviceMemory:
 
     def _counts(self) -> tuple[int, int]:
         """How often torch gave back what it had kept, to find room, and how often that was not enough."""
-        if self._collectives.device.type != "cuda":
-            return 0, 0
         found = torch.cuda.memory_stats(self._collectives.device)
         return found.get("num_alloc_retries", 0), found.get("num_ooms", 0)

@@ -7,8 +7,6 @@ then sends all gradients after it, and nothing hides the time that this takes.
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,60 +19,47 @@ from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.flat import flat_groups
 from ddp_core.reduction.plain import PlainReduction
-from ddp_core.trainers.job import Job
-from ddp_core.trainers.trainer import Trainer
-
-if TYPE_CHECKING:
-    from ddp_core.sharding.plain_rounds import PlainRounds
+from ddp_core.trainers.single import SingleStrategy
 
 
-class DistributedTrainer(Trainer):
+class DistributedStrategy(SingleStrategy):
     """Computes this rank's share of every global batch."""
 
+    module: nn.Module
+    """The model, or what wraps it."""
     loss_copies = 1
     """By how much the reduction divides its sums, so that the loss is weighted with it."""
     _is_set_up = False
 
-    def __init__(self, job: Job) -> None:
-        if job.experiment.sync_batch_norm:
-            job = replace(job, model=nn.SyncBatchNorm.convert_sync_batchnorm(job.model))
-        super().__init__(job)
-        self.module: nn.Module
-        self.reduction: ExactReduction | PlainReduction | PlainRounds
-        self.set_up()
-        self._is_set_up = True
-        self.module.train()
-
     def set_up(self) -> None:
         """Make the module that is trained, and what adds up its gradients."""
-        node = self.job.collectives.world.node_rank
-        if self.options.cuda_graph:
+        node, micro_batches = self.job.collectives.world.node_rank, self.batches.cut.micro_batches
+        if self.job.options.cuda_graph:
             self.module = self.model
-            self.reduction = ExactReduction(
-                self.module, self.cut.micro_batches, process_group=dist.group.WORLD, node=node
-            )
+            self.reduction = ExactReduction(self.module, micro_batches, process_group=dist.group.WORLD, node=node)
         else:
             self.module = self.wrapped()
-            self.reduction = ExactReduction(self.module, self.cut.micro_batches, node=node)
+            self.reduction = ExactReduction(self.module, micro_batches, node=node)
+        self._is_set_up = True
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward and backward of this rank's micro-batches; the last backward also sends gradients and losses."""
         if not batch.micro_batches:
             self.write_along(batch)
-        self.reduction.begin(self.cut.count(batch.samples))
+        self.reduction.begin(self.batches.cut.count(batch.samples))
         weight = self.passes.loss_weight(batch.samples, self.loss_copies)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
             with self.micro_batch(batch, part):
                 loss = self.passes.loss(self.module, inputs, targets)
                 self.losses.put(part.index, loss.detach())
                 self.clock.lap("forward")
-                if self.cut.is_strided:
-                    self.observers.before_wait()  # each backward exchanges gradients, not only the last
+                if self.batches.cut.is_strided:
+                    self.losses.tell_wait()  # each backward exchanges gradients, not only the last
                 if part is batch.micro_batches[-1]:
                     self.send_losses(batch)
                 self.passes.backward(loss, weight)
                 self.clock.lap_backward()
-            if self.cut.is_strided:
+            if self.batches.cut.is_strided:
                 # What backward has not sent yet is sent at the end of the block.
                 self.clock.lap("exposed_communication")
         if not batch.micro_batches:
@@ -104,7 +89,7 @@ class DistributedTrainer(Trainer):
 
         So do those of the averaged weights, which each rank averages from its own.
         """
-        if not self.exact and self.experiment.ddp.broadcast_buffers:
+        if not self.job.is_exact and self.job.experiment.ddp.broadcast_buffers:
             models = [self.model] if self.state.average is None else [self.model, self.state.average.module]
             buffers = [buffer.detach() for model in models for buffer in model.buffers()]
             for group in ([buffers[position] for position in positions] for positions in flat_groups(buffers)):
@@ -127,28 +112,28 @@ class DistributedTrainer(Trainer):
 
     def wrapped(self) -> DistributedDataParallel:
         """The model in DistributedDataParallel, with the experiment's settings for it."""
-        settings = self.experiment.ddp
+        settings = self.job.experiment.ddp
         return DistributedDataParallel(
             self.model,
-            device_ids=[self.device] if self.device.type == "cuda" else None,
+            device_ids=[self.job.device] if self.job.device.type == "cuda" else None,
             bucket_cap_mb=settings.bucket_cap_mb,
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
             static_graph=settings.static_graph,
             find_unused_parameters=settings.find_unused_parameters,
             # The exact reduction carries batch-norm statistics itself.
-            broadcast_buffers=settings.broadcast_buffers and not self.exact,
+            broadcast_buffers=settings.broadcast_buffers and not self.job.is_exact,
             # Later the ranks have the same weights, which no message may spoil that a lost rank never sends.
-            init_sync=not (self.exact and self._is_set_up),
+            init_sync=not (self.job.is_exact and self._is_set_up),
         )
 
 
-class PlainDistributedTrainer(DistributedTrainer):
+class PlainDistributedStrategy(DistributedStrategy):
     """With DistributedDataParallel's own sums, or those of one of torch's communication hooks."""
 
     def set_up(self) -> None:
         """Wrap the model in DistributedDataParallel, and register the experiment's hook."""
-        settings, self.module = self.experiment.ddp, self.wrapped()
-        self.reduction = PlainReduction(self.module, self.cut.micro_batches)
+        settings, self.module = self.job.experiment.ddp, self.wrapped()
+        self.reduction = PlainReduction(self.module, self.batches.cut.micro_batches)
         self.loss_copies = self.job.layout.world_size
         if settings.communication_hook == "fp16":
             self.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -167,5 +152,5 @@ class PlainDistributedTrainer(DistributedTrainer):
         inputs, targets = self.batches.loader.fetch(0, self.batches.order.ids(0, 0, 1))
         loss = self.passes.loss(self.module, inputs, targets)
         self.send_losses(batch)
-        self.passes.backward(loss, torch.zeros((), device=self.device))
+        self.passes.backward(loss, torch.zeros((), device=self.job.device))
         self.module.train()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ from ddp_core.data.trees import Collate, Tree
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.model.losses import Loss
 from ddp_core.reduction.written_parameters import WrittenParameters
-from ddp_core.trainers.own_metrics import OwnFigures, OwnMetrics
+
+if TYPE_CHECKING:
+    from ddp_core.trainers.own_metrics import OwnFigures, OwnMetrics
 
 
 @torch.no_grad()
@@ -65,7 +67,11 @@ def evaluate(
     device = collectives.device
     # The table stays on the device while batches are evaluated: reading a figure makes the host wait for the device.
     table = torch.zeros(batches, 2, dtype=torch.float64, device=device)
-    own = OwnFigures(metrics, batches, device) if metrics is not None else None
+    own: OwnFigures | None = None
+    if metrics is not None:
+        from ddp_core.trainers.own_metrics import OwnFigures
+
+        own = OwnFigures(metrics, batches, device)
     training = model.training
     model.eval()
     loader = Loader(dataset, collate=collate, device=device)

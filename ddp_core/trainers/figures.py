@@ -6,10 +6,11 @@ import math
 import time
 from collections.abc import Sequence
 
-from ddp_core.observe.metrics import readable
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
+from ddp_core.trainers.step_losses import StepLosses
+from ddp_core.trainers.steps import Steps
 from ddp_core.trainers.train_state import TrainState
 
 
@@ -19,20 +20,22 @@ class Figures(StepObserver):
     Its seconds are those of training: without what the clock keeps aside.
     """
 
-    def __init__(self, job: Job, state: TrainState, clock: StepClock, total_steps: int) -> None:
-        self._metrics, self._console, self._every = job.metrics, job.console, job.options.log_every
-        self._state, self._clock, self._total_steps = state, clock, total_steps
+    def __init__(self, job: Job, state: TrainState, clock: StepClock, steps: Steps, losses: StepLosses) -> None:
+        self._job, self._state, self._clock, self._steps, self._losses = job, state, clock, steps, losses
         self._is_warm = False
         self.loss = math.nan
         """The mean loss of the newest step that was read."""
         self._start_record()
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+        self._count(reports)
+
+    def _count(self, reports: Sequence[StepReport]) -> None:
         for report in reports:
             loss = report.loss
             if math.isfinite(loss):
-                self._state.epoch_loss += loss
-                self._state.epoch_samples += report.samples
+                self._state.position.epoch_loss += loss
+                self._state.position.epoch_samples += report.samples
             self.loss = loss / report.samples
 
     def after_step(self, batch: StepBatch) -> None:
@@ -42,41 +45,36 @@ class Figures(StepObserver):
             # The first step of a process is slow (lazy initialisation), so no speed includes it.
             self._is_warm = True
             self._start_record()
-        elif (batch.step + 1) % self._every == 0:
+        elif (batch.step + 1) % self._job.options.log_every == 0:
             self._write(batch)
-        self._console.progress(batch.step + 1, self._total_steps, self.loss)
+        self._job.console.progress(batch.step + 1, self._steps.total, self.loss)
 
-    def go_on(self, step: int, steps_per_epoch: int) -> None:
+    def go_on(self, step: int) -> None:
         """Go on after `step` in a process that has trained before; write that step's record, where it is due.
 
         The process that writes records may have been lost before it could. Nobody knows the speed.
         """
         self._is_warm = True
         self._start_record()
-        if step and (step % self._every == 0 or step % steps_per_epoch == 0):
-            epoch, lr = (step - 1) // steps_per_epoch, self._state.learning_rate
-            self._metrics.write("step", step=step, epoch=epoch, loss=self.loss, lr=lr, samples_per_second=None)
+        if step and (step % self._job.options.log_every == 0 or step % self._steps.per_epoch == 0):
+            epoch, lr = (step - 1) // self._steps.per_epoch, self._state.learning_rate
+            self._job.metrics.write("step", step=step, epoch=epoch, loss=self.loss, lr=lr, samples_per_second=None)
 
     def epoch_done(self, batch: StepBatch) -> None:
-        """Write a record of the steps that no record covers yet."""
+        """Write a record of the steps that no record covers yet, and keep the epoch's mean loss."""
+        # Where a callback has ended the run, losses may be unread still, on CUDA.
+        self._count(self._losses.read(self._state.step))
         if self._samples:
             self._write(batch)
-
-    def evaluated(self, batch: StepBatch) -> None:
-        """Write the evaluation to the metrics and print it."""
-        state = self._state
-        self._metrics.write("evaluation", step=state.step, epoch=batch.epoch, **state.evaluation)
-        figures = [f"train loss {state.last_epoch_loss:.4f}"] if state.last_epoch_loss is not None else []
-        figures += readable(state.evaluation)
-        self._console.say(f"epoch {batch.epoch + 1:3d}  step {state.step:6d}  " + "  ".join(figures))
+        self._state.position.end_epoch()
 
     def _write(self, batch: StepBatch) -> None:
         seconds = time.perf_counter() - self._began - (self._clock.seconds_aside - self._aside_before)
         state = self._state
-        state.trained_seconds += seconds
-        state.trained_samples += self._samples
+        state.position.trained_seconds += seconds
+        state.position.trained_samples += self._samples
         speed = self._samples / seconds if seconds > 0 else 0.0
-        self._metrics.write(
+        self._job.metrics.write(
             "step",
             step=batch.step + 1,
             epoch=batch.epoch,

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Self
 
 from ddp_core.checkpoint.state import in_host_memory
 from ddp_core.distributed.membership import Held
+from ddp_core.trainers.assemble import Trainer
 from ddp_core.trainers.callback_calls import Told, newest_told
-from ddp_core.trainers.trainer import Trainer
 
 
 class Offer(NamedTuple):
@@ -43,7 +43,7 @@ class HeldState:
         """What this trainer holds; to be called when it is closed."""
         return cls(
             at=Held(*trainer.state.committed_at),
-            state=in_host_memory(trainer.state.committed(), trainer.device),
+            state=in_host_memory(trainer.state.committed(), trainer.job.device),
             learning_rate=trainer.state.learning_rate,
             loss=trainer.figures.loss,
             saved_step=trainer.saving.newest_step,
@@ -69,5 +69,6 @@ class HeldState:
         state.load_state_dict(self.state)
         state.commit(self.at.is_settled)
         state.learning_rate = self.learning_rate
+        trainer.saving.newest_step = self.saved_step
         trainer.figures.loss = self.loss
         trainer.callbacks.take_over(self.told, self.loss)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ddp_core.base.digests import checksum, named_tensors, optimizer_digest, weights_digest
 from ddp_core.observe.step import StepBatch, StepObserver
+from ddp_core.trainers.job import Job
+from ddp_core.trainers.testimony import Sums
 from ddp_core.trainers.train_state import TrainState
 
-Sums = Mapping[str, str]
-"""A checksum for each tensor and each number of the state, by its dotted name."""
 _NAMED = 3
 _PLAIN = (bool, int, float, complex, str, list, tuple)
 
@@ -60,8 +60,10 @@ class StepNotes(StepObserver):
     that are called on rank 0 alone have kept nothing elsewhere.
     """
 
-    def __init__(self, state: TrainState, in_parts: bool, in_miniature: bool, file: Path, rank: int) -> None:
-        self._state, self._in_parts, self._in_miniature, self._is_first = state, in_parts, in_miniature, rank == 0
+    def __init__(self, job: Job, state: TrainState, file: Path) -> None:
+        rank = job.collectives.world.rank
+        self._state, self._is_first = state, rank == 0
+        self._in_parts, self._in_miniature = job.layout.saves_in_parts, job.trial.in_miniature
         alone = [name for name, callback in state.named_callbacks() if callback.ranks == "first" and rank > 0]
         self._left_out = tuple(f"callbacks.{name}." for name in alone)
         self._file = _of_rank(file, rank).open("a", encoding="utf-8")

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from ddp_core.base.errors import UserError
 from ddp_core.base.torch_internals import backward_from
 from ddp_core.base.user_code import user_code
-from ddp_core.config.experiment import Experiment, Schedule
+from ddp_core.config.experiment import Experiment, Schedule, called
 from ddp_core.data.trees import Tree, call, map_tensors
 from ddp_core.model.builders import laid_out
 from ddp_core.model.losses import Loss
-from ddp_core.trainers.torch_errors import note_backward, note_labels, require_gradient, summed_loss
 from ddp_core.trainers.train_state import TrainState
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,6 +34,26 @@ def require_scalable(model: nn.Module) -> None:
                 f"precision fp16: {name} is complex, and torch scales no complex gradients; use --set precision=bf16 "
                 "or fp32, or keep its real and imaginary part in two parameters"
             )
+
+
+def _summed_loss(loss: Any, name: str) -> Tensor:
+    """The loss that the function `name` returned. Raises UserError where that is no single number in a tensor."""
+    if isinstance(loss, Tensor) and loss.dim() == 0:
+        return loss
+    what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    raise UserError(
+        f"{called('loss', name)} returned {what}; let it return one number as a tensor of shape [], the sum over the "
+        "samples, for example by reduction='sum' or .sum()"
+    )
+
+
+def _require_gradient(loss: Tensor, name: str) -> None:
+    """Raises UserError where backward could not begin, because nothing that is trained leads to the loss."""
+    if not loss.requires_grad:
+        raise UserError(
+            f"{called('loss', name)} has no gradient, because nothing that is trained leads to it: look for .detach(), "
+            ".item(), .numpy(), argmax, a comparison or torch.no_grad() in your model and your loss"
+        )
 
 
 class Passes:
@@ -74,15 +93,17 @@ class Passes:
             try:
                 loss = self._loss(outputs, targets)
             except Exception as error:
+                from ddp_core.trainers.torch_errors import note_labels
+
                 note_labels(error, outputs, targets)
                 raise
-        return outputs, targets, summed_loss(loss, self._loss_name)
+        return outputs, targets, _summed_loss(loss, self._loss_name)
 
     def loss(self, module: nn.Module, inputs: Tree, targets: Tree) -> Tensor:
         """The loss of one micro-batch from the loader, summed over its samples."""
         loss = self.outputs_and_loss(module, inputs, targets)[2]
         if torch.is_grad_enabled():
-            require_gradient(loss, self._loss_name)
+            _require_gradient(loss, self._loss_name)
         return loss
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
@@ -91,6 +112,8 @@ class Passes:
             try:
                 backward_from(loss, weight)
             except Exception as error:
+                from ddp_core.trainers.torch_errors import note_backward
+
                 note_backward(error)
                 raise
 

@@ -13,6 +13,7 @@ from ddp_core.base.torch_internals import writes_to
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
+from ddp_core.trainers.steps import Steps
 from ddp_core.trainers.train_state import TrainState
 
 
@@ -22,9 +23,9 @@ class Saving(StepObserver):
     Where the state is sharded among ranks, each rank writes its part.
     """
 
-    def __init__(self, job: Job, state: TrainState, clock: StepClock, steps_per_epoch: int, total_steps: int) -> None:
-        self._job, self._state, self._clock = job, state, clock
-        self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps
+    def __init__(self, job: Job, state: TrainState, clock: StepClock, steps: Steps) -> None:
+        self._job, self._state, self._clock, self._steps = job, state, clock, steps
+        self._checkpointer = job.run.checkpointer
         self._every = job.options.checkpoint_every
         self._counts: dict[str, int] = {}
         """How many writes torch has counted for each parameter, as this step began."""
@@ -46,34 +47,41 @@ class Saving(StepObserver):
 
     def before_step(self, batch: StepBatch) -> None:
         # A thousand counters take a millisecond, so they are read around saves alone, and once before the first one.
-        step, saves = self._state.step, self._job.checkpointer is not None
+        step, saves = self._state.step, self._checkpointer is not None
         self._looks = saves and (self._looks is None or self._aside_step == step or self.is_due(step + 1))
         if self._looks:
             self._counts = self._writes()
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
-        if self._job.checkpointer is not None:
+        if self._checkpointer is not None:
             if self._looks:
                 now = self._writes()
                 self._learn_written([name for name in now if now[name] != self._counts.get(name)])
-            self._job.checkpointer.before_update()
+            self._checkpointer.before_update()
 
     def after_step(self, batch: StepBatch) -> None:
-        if self._job.checkpointer is not None:
-            self._job.checkpointer.check()
+        if self._checkpointer is not None:
+            self._checkpointer.check()
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is due after `step` steps: every `checkpoint_every` steps, else at each epoch's end.
 
         Also where one is kept for an audit.
         """
-        kept = self._job.kept_every
-        return step % (self._every or self.steps_per_epoch) == 0 or (kept is not None and step % kept == 0)
+        kept = self._job.run.kept_every
+        return step % (self._every or self._steps.per_epoch) == 0 or (kept is not None and step % kept == 0)
 
     def may_save(self, step: int) -> bool:
         """Whether a checkpoint may be saved after `step` steps: also the best one after an epoch, and the last one."""
-        is_last = step == self.total_steps or self._state.ended_early is not None
-        return self.is_due(step) or step % self.steps_per_epoch == 0 or is_last
+        is_last = step == self._steps.total or self._state.position.ended_early is not None
+        return self.is_due(step) or step % self._steps.per_epoch == 0 or is_last
+
+    @property
+    def is_due_now(self) -> bool:
+        """Whether a checkpoint is to be saved after the step just done: one that is due, the best one, or the last."""
+        state = self._state
+        is_due = self.is_due(state.step) or state.best_at == state.step or self._steps.are_done
+        return is_due and self.newest_step < state.step  # a lost rank 0 may have saved this step
 
     def _writes(self) -> dict[str, int]:
         return {name: writes_to(parameter) for name, parameter in self._state.model.named_parameters()}
@@ -101,30 +109,41 @@ class Saving(StepObserver):
 
     def hold(self, steps: Collection[int]) -> None:
         """Let the checkpoints of these steps, and no others, stay beside those that stay by themselves."""
-        if self._job.checkpointer is not None:
-            self._job.checkpointer.hold(steps)
+        if self._checkpointer is not None:
+            self._checkpointer.hold(steps)
 
     def let_go(self) -> None:
         """Hold no checkpoint any more, and remove those that were only held."""
-        if self._job.checkpointer is not None:
-            self._job.checkpointer.let_go()
+        if self._checkpointer is not None:
+            self._checkpointer.let_go()
 
     def is_writing(self, seconds: float = 0.0) -> bool:
         """Whether a checkpoint is still being written here after so many seconds."""
-        return self._job.checkpointer is not None and self._job.checkpointer.is_writing(seconds)
+        return self._checkpointer is not None and self._checkpointer.is_writing(seconds)
 
     def wait(self) -> None:
         """Return once the last checkpoint is written, on the ranks that write."""
-        if self._job.checkpointer is not None:
-            self._job.checkpointer.wait()
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
 
-    def save(self, best: bool = False, wait: bool = False) -> None:
+    def settle(self, batch: StepBatch) -> None:
+        if self.is_due_now:
+            self.save()
+
+    def before_stop(self) -> None:
+        self.save(wait=True)
+
+    def end(self) -> None:
+        self.wait()
+
+    def save(self, wait: bool = False) -> None:
         """Save a checkpoint after the step just done; with `wait`, all ranks return once it is written.
 
         Raises UserError (5), on every rank, where a weight is NaN or infinite: gradients can be so though no loss is.
         Raises UserError (2) for an optimizer whose state no checkpoint can hold.
         """
         job, state, before = self._job, self._state, time.perf_counter()
+        best = state.best_at == state.step
         with self._clock.aside("checkpoint"):
             bad = first_not_finite(state.ownership.trained)
             if not state.ownership.has_whole_weights:
@@ -136,21 +155,21 @@ class Saving(StepObserver):
                     f"{self.newest}: lower optimizer.lr, or set clip_norm",
                     ExitCode.NUMERICS,
                 )
-            if job.checkpointer is not None:
+            if self._checkpointer is not None:
                 try:
-                    job.checkpointer.save(
+                    self._checkpointer.save(
                         state.state_dict(in_parts=job.layout.saves_in_parts),
                         step=state.step,
-                        epoch=state.step // self.steps_per_epoch,
+                        epoch=state.step // self._steps.per_epoch,
                         metadata={"experiment_sha256": job.experiment.digest(), "layout": job.layout.label},
-                        metric=state.best if best else None,
+                        metric=state.position.best if best else None,
                         best=best,
                         changing=self._changing(),
                     )
                 except (TypeError, ValueError):
                     state.require_saveable()
                     raise
-                self._aside_step = state.step if job.checkpointer.asynchronous and not wait else None
+                self._aside_step = state.step if self._checkpointer.asynchronous and not wait else None
             if wait:
                 self.wait()
                 job.collectives.barrier()

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from ddp_core.base.errors import UserError
 from ddp_core.observe.step import StepBatch
-from ddp_core.reduction.trained import TrainedParameters, describe_changes
+from ddp_core.reduction.trained import describe_changes
 from ddp_core.sharding import OwnsPart, Sharding
-from ddp_core.trainers.distributed import DistributedTrainer
+from ddp_core.trainers.distributed import DistributedStrategy
 
 
-class ShardedTrainer(DistributedTrainer):
+class ShardedStrategy(DistributedStrategy):
     """Computes this rank's share of every global batch, and updates this rank's part of the parameters.
 
     Raises UserError (2) for an optimizer that does not treat each element by itself, and for a model whose parameters
@@ -34,17 +34,15 @@ class ShardedTrainer(DistributedTrainer):
         state.optimizer.register_step_post_hook(lambda *_: self.clock.lap("optimizer"))
         node = self.job.collectives.world.node_rank
         self.owned: OwnsPart = sharding.cut(
-            self.model, state.optimizer, self.cut.micro_batches, group, self.exact, node
+            self.model, state.optimizer, self.batches.cut.micro_batches, group, self.job.is_exact, node
         )
-        # The parameters are other objects where each rank has a part of them.
-        self.trained = TrainedParameters(self.model)
         state.ownership, self.reduction = self.owned, self.owned.reduction
         state.optimizer.register_step_post_hook(lambda *_: self.clock.lap("exposed_communication"))
         if state.scaler is not None:
             # Loads all of FSDP, which takes a second and is not needed without fp16.
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-            self.passes.scaler = state.scaler = ShardedGradScaler(self.device.type)
+            self.passes.scaler = state.scaler = ShardedGradScaler(self.job.device.type)
             state.optimizer.register_step_pre_hook(_as_fused_optimizers_read_it)
 
     def compute_gradients(self, batch: StepBatch) -> None:
@@ -65,15 +63,14 @@ class ShardedTrainer(DistributedTrainer):
         Micro-batch 0 is run again for that; it does not count.
         """
         for _ in range(self.owned.idle_passes):
-            first = self.cut.share(0, batch.samples)[0]
-            ids, key = self.batches.ids(batch.step, first), self.batches.key(batch.step, first)
-            inputs, targets = self.batches.loader.fetch(batch.epoch, ids, key)
-            self.seed_micro_batch(batch.step, first.index)
+            first = self.batches.cut.share(0, batch.samples)[0]
+            inputs, targets = self.batches.fetch(batch, first)
+            self.seeds(batch.step, first.index)
             with self.owned.idle_pass():
                 loss = self.passes.loss(self.module, inputs, targets)
                 weight = self.passes.loss_weight(batch.samples)
                 # Torch's own sums take in every gradient that there is.
-                self.passes.backward(loss, weight if self.exact else torch.zeros_like(weight))
+                self.passes.backward(loss, weight if self.job.is_exact else torch.zeros_like(weight))
 
     def close(self) -> None:
         """Let go of the optimizer and the reduction, end its threads, drop what refers to the process group."""

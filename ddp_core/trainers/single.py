@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ddp_core.config.cut import MicroBatch
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.plain import PlainReduction
-from ddp_core.trainers.job import Job
-from ddp_core.trainers.trainer import Trainer
+from ddp_core.trainers.strategy import Strategy
+
+if TYPE_CHECKING:
+    from ddp_core.sharding.plain_rounds import PlainRounds
 
 
-class SingleTrainer(Trainer):
+class SingleStrategy(Strategy):
     """Computes all micro-batches, one after the other, on one device."""
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self.set_up()
-        self.model.train()
+    reduction: ExactReduction | PlainReduction | PlainRounds
+    """Adds up the gradients of the micro-batches."""
 
     def set_up(self) -> None:
         """Make what adds up the gradients."""
-        kind = ExactReduction if self.exact else PlainReduction
-        self.reduction = kind(self.model, self.cut.micro_batches)
+        kind = ExactReduction if self.job.is_exact else PlainReduction
+        self.reduction = kind(self.model, self.batches.cut.micro_batches)
+
+    @contextlib.contextmanager
+    def micro_batch(self, batch: StepBatch, part: MicroBatch) -> Iterator[None]:
+        """Run forward and backward of one micro-batch inside: seeded, and reduced."""
+        self.seeds(batch.step, part.index)
+        with self.reduction.micro_batch(part.index, part.stop - part.start):
+            yield
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward and backward of each micro-batch; the reduction adds up the gradients."""
-        self.reduction.begin(self.cut.count(batch.samples))
+        self.reduction.begin(self.batches.cut.count(batch.samples))
         weight = self.passes.loss_weight(batch.samples)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
             with self.micro_batch(batch, part):

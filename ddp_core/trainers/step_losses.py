@@ -1,43 +1,52 @@
-"""The losses of a step: summed over the ranks, read by the host, and what is done where one is NaN or infinite."""
+"""The losses of a step: summed over the ranks, and read by the host."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from ddp_core.config.layout import Layout
+from ddp_core.base.errors import UserError
 from ddp_core.config.options import Options
 from ddp_core.distributed.process_group import Collectives
-from ddp_core.observe.step import StepBatch, StepObserver, StepReport
-from ddp_core.trainers.batches import Batches
+from ddp_core.observe.step import StepBatch, StepReport
 from ddp_core.trainers.train_state import TrainState
 
-_JOINED = 1024.0
-"""Sent in the place of a request to stop, which is 0 or 1, to ask whether every rank joins."""
+_REQUESTS = 2
+"""Numbers that are summed beside the losses: of ranks asked to leave, and of ranks on which other parameters train."""
 
 
 class StepLosses:
-    """Sums every micro-batch's loss, and the requests to stop, over the ranks, while backward runs.
+    """Sums every micro-batch's loss, and what ranks ask for, over the ranks, while backward runs.
 
     Only one rank gives each loss and the others give zero, so the sum is exact and the report has the same bits on
     every layout. A NaN stays at the micro-batch that it came from. A run of one process sums nothing.
 
-    On the CPU one sum carries the losses and the requests to stop. On CUDA the losses stay on the device until `read`,
-    so that the loop need not wait for the device in every step. There a second sum, of a CPU tensor over gloo, carries
-    the requests, so that every rank follows them at the end of the same step.
+    On the CPU one sum carries the losses and the requests. On CUDA the losses stay on the device until they are read,
+    every `read_every` steps and wherever the step `may_save`, so that the loop need not wait for the device in every
+    step, and a `gate` holds updates back. There a second sum, of a CPU tensor over gloo, carries the requests, so that
+    every rank follows them at the end of the same step. `met_bad` is called with a report that is not finite, and the
+    step that was then received; it may raise. `tell_wait` is called before this rank waits for others.
     """
 
-    def __init__(self, collectives: Collectives, micro_batches: int) -> None:
-        self._collectives = collectives
-        self._micro_batches = micro_batches
+    def __init__(
+        self,
+        collectives: Collectives,
+        micro_batches: int,
+        may_save: Callable[[int], bool],
+        met_bad: Callable[[StepReport, int], None],
+        tell_wait: Callable[[], None] = lambda: None,
+        read_every: int = 1,
+        gate: LossGate | None = None,
+    ) -> None:
+        self._collectives, self._micro_batches = collectives, micro_batches
+        self._may_save, self._met_bad, self._read_every, self._gate = may_save, met_bad, read_every, gate
+        self.tell_wait = tell_wait
         self._by_micro_batch: dict[int, Tensor] = {}
-        self._stop = False
-        self._requests: Tensor | None = None
+        self._requests = torch.zeros(_REQUESTS, dtype=torch.float64)
         self._sums: list[dist.Work] = []
         # On CUDA, the end of the last step's gradients.
         self._event: torch.cuda.Event | None = None
@@ -48,73 +57,88 @@ class StepLosses:
         """Take the loss of one micro-batch, summed over its samples."""
         self._by_micro_batch[micro_batch] = loss
 
-    def send(self, batch: StepBatch, stop: bool) -> None:
+    def send(self, batch: StepBatch, leaves: bool) -> None:
         """Start the sums of a step; call this once per step on every rank, after its last forward.
 
-        `stop` says whether this rank was asked to stop.
+        `leaves` says whether this rank was asked to leave at the end of the step.
         """
-        self._stop = stop
-        own = self._by_micro_batch
-        self._by_micro_batch = {}
+        self.tell_wait()
+        own, self._by_micro_batch = self._by_micro_batch, {}
         if self._collectives.world.world_size == 1:
+            self._requests[0] = leaves
             self._unread.append((batch.step, batch.samples, list(own), torch.stack(list(own.values()))))
             return
-        device = self._collectives.device
-        # A loss of any type is exact in it, so ranks report what one process does.
-        vector = torch.zeros(self._micro_batches + 1, dtype=torch.float64, device=device)
+        vector = self._zeros()
         for micro_batch, loss in own.items():
             vector[micro_batch] = loss
-        self._requests = vector[-1:] if device.type == "cpu" else torch.zeros(1, dtype=torch.float64)
-        self._requests.fill_(stop)
-        sent = [vector] if device.type == "cpu" else [self._requests, vector]
-        begun = [self._collectives.start_sum(tensor) for tensor in sent]
-        self._sums = [work for work in begun if work is not None]
-        self._unread.append((batch.step, batch.samples, range(self._micro_batches), vector[:-1]))
+        self._start_sums(vector, leaves=leaves)
+        self._unread.append((batch.step, batch.samples, range(self._micro_batches), vector[:-_REQUESTS]))
 
-    def all_join(self) -> bool:
-        """Whether every rank calls this now, and none goes on to `send`; where one does, its sum is spoilt.
+    def all_retrain(self) -> bool:
+        """Whether every rank calls this now, because other parameters train there, and none goes on to `send`.
 
-        So a rank can ask the others about something that has happened to it, without a sum of its own in every step.
+        A rank that calls `send` meanwhile raises in `receive`.
         """
         world = self._collectives.world
         if world.world_size == 1:
             return True
-        on_cpu = self._collectives.device.type == "cpu"
-        # What `send` sums first.
-        joined = torch.zeros(self._micro_batches + 1 if on_cpu else 1, dtype=torch.float64)
-        joined[-1] = _JOINED
-        return self._collectives.sum_(joined)[-1].item() == _JOINED * world.world_size
+        self._start_sums(self._zeros(), retrains=True)
+        self._finish_sums()
+        return bool(self._requests[1] == world.world_size)
 
-    def receive(self) -> bool:
-        """Wait for the sums of this step; whether any rank was asked to stop.
+    def _zeros(self) -> Tensor:
+        # A loss of any type is exact in it, so ranks report what one process does.
+        return torch.zeros(self._micro_batches + _REQUESTS, dtype=torch.float64, device=self._collectives.device)
 
-        Call this before anything that waits for the device. Where a peer is gone, the sum over gloo raises at once,
-        while a wait for the device does not end as long as a kernel of NCCL waits for that peer.
-        """
+    def _start_sums(self, vector: Tensor, leaves: bool = False, retrains: bool = False) -> None:
+        is_on_cpu = self._collectives.device.type == "cpu"
+        self._requests = vector[-_REQUESTS:] if is_on_cpu else torch.zeros(_REQUESTS, dtype=torch.float64)
+        self._requests[0], self._requests[1] = leaves, retrains
+        begun = [self._collectives.start_sum(each) for each in ([vector] if is_on_cpu else [self._requests, vector])]
+        self._sums = [work for work in begun if work is not None]
+
+    def _finish_sums(self) -> None:
         for begun in self._sums:
             self._collectives.finish_sum(begun)
         self._sums = []
-        if self._collectives.device.type == "cuda":
-            # The host runs one step ahead of the device and no more. That keeps the device busy. A request to stop, or
-            # a lost peer, would otherwise be met only after all steps that the host has asked for since it last read
-            # the losses. In a live recovery it does not run ahead: an update may not follow an exchange that failed.
-            before, self._event = self._event, torch.cuda.Event()
-            self._event.record()
-            if self._collectives.world.is_live:
-                self._collectives.await_all(self._event)
-            elif before is not None:
-                self._collectives.await_event(before)
-        if self._requests is None:
-            return self._stop
-        return self._requests.item() > 0
 
-    @property
-    def newest(self) -> Tensor:
-        """The losses of the step just received, on the device."""
-        return self._unread[-1][3]
+    def receive(self, batch: StepBatch) -> tuple[bool, list[StepReport]]:
+        """Wait for the sums of this step; whether any rank leaves, and the reports that are read now, oldest first.
 
-    def read(self) -> list[StepReport]:
-        """The reports of the steps since the last call, oldest first."""
+        Call this before anything that waits for the device. Where a peer is gone, the sum over gloo raises at once,
+        while a wait for the device does not end as long as a kernel of NCCL waits for that peer. Raises UserError where
+        another rank trains other parameters.
+        """
+        self._finish_sums()
+        leaves, retrains = (bool(number) for number in self._requests)
+        if retrains:
+            raise not_on_all(f"step {batch.step + 1}, {self._collectives.world.place}: other ranks train others now")
+        self._pace()
+        if self._gate is not None:
+            self._gate.see(self._unread[-1][3])
+        done = batch.step + 1
+        # Losses are read before every save, so that no checkpoint is saved after a bad loss.
+        is_due = leaves or done % self._read_every == 0 or self._may_save(done)
+        return leaves, self.read(done) if is_due else []
+
+    def _pace(self) -> None:
+        """On CUDA, wait until the device is done with the step before: the host runs one step ahead, and no more.
+
+        That keeps the device busy. A request to stop, or a lost peer, would otherwise be met only after all steps that
+        the host has asked for since it last read the losses. In a live recovery it does not run ahead: an update may
+        not follow an exchange that failed.
+        """
+        if self._collectives.device.type != "cuda":
+            return
+        before, self._event = self._event, torch.cuda.Event()
+        self._event.record()
+        if self._collectives.world.is_live:
+            self._collectives.await_all(self._event)
+        elif before is not None:
+            self._collectives.await_event(before)
+
+    def read(self, done: int) -> list[StepReport]:
+        """The reports of the steps since the last call, oldest first, after `done` steps. Raises as `met_bad` does."""
         if not self._unread:
             return []
         if self._event is not None:
@@ -128,7 +152,17 @@ class StepLosses:
                 row[micro_batch] = next(values)
             reports.append(StepReport(step, samples, row))
         self._unread.clear()
+        if (bad := next((report for report in reports if not report.is_finite), None)) is not None:
+            self._met_bad(bad, done)
         return reports
+
+
+def not_on_all(what: str) -> UserError:
+    """The error where the ranks do not train the same parameters any more."""
+    return UserError(
+        f"{what}, and not the same on all ranks: a callback that changes requires_grad needs "
+        '`ranks = "all"` and must do the same on each rank'
+    )
 
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -170,43 +204,3 @@ class LossGate:
         # A GradScaler sets `found_inf` for the step that it makes, and removes it afterwards.
         found = getattr(optimizer, "found_inf", self.closed)
         optimizer.found_inf = torch.maximum(found, self.closed)
-
-
-def first_bad(reports: Iterable[StepReport]) -> StepReport | None:
-    """The first step with a loss that is NaN or infinite; None where all are finite."""
-    return next((report for report in reports if not report.is_finite), None)
-
-
-def name_bad_loss(report: StepReport, batches: Batches, layout: Layout) -> str:
-    """A line about the first micro-batch whose loss is not finite: its rank (or replica) and up to 16 sample ids."""
-    parts = batches.cut.parts(report.samples)
-    first = next((part for part in parts if not math.isfinite(report.losses[part.index])), None)
-    if first is None:
-        return f"the loss is not finite at step {report.step + 1}"
-    owner = batches.owner(report.step, first.index)
-    place = f"replica {owner}" if layout.kind == "dp" else f"rank {owner} (node {owner // layout.nproc_per_node})"
-    ids = ", ".join(str(number) for number in batches.ids(report.step, first)[:16])
-    return f"loss is {report.losses[first.index]} at step {report.step + 1} on {place}, sample ids {ids}"
-
-
-class BufferCopies(StepObserver):
-    """Puts back the buffers (batch-norm statistics, for example) that a skipped or unfinished step has changed."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._before: list[Tensor] = []
-        self.step = -1
-        """The step whose beginning is kept, counted from 0."""
-
-    def before_step(self, batch: StepBatch) -> None:
-        self.step = batch.step
-        self._before = [buffer.clone() for buffer in self._model.buffers()]
-
-    def skipped(self, batch: StepBatch) -> None:
-        self.put_back()
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Give the buffers the values of the step's beginning."""
-        for buffer, value in zip(self._model.buffers(), self._before, strict=True):
-            buffer.copy_(value)

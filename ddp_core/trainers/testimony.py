@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from ddp_core.trainers.noting import Sums
+Sums = Mapping[str, str]
+"""A checksum for each tensor and each number of the state, by its dotted name."""
 
 
 class Testimony(NamedTuple):

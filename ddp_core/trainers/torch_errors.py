@@ -6,13 +6,10 @@ The note of an exception (`BaseException.add_note`) ends the line that the user 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_core.base.errors import UserError
-from ddp_core.config.experiment import called
 from ddp_core.data.trees import Tree, map_tensors, tensors_of
 from ddp_core.observe.step import StepBatch
 
@@ -23,26 +20,6 @@ _TWICE = "ready only once"
 
 _GIVEN_BACK = "out of bounds for storage of size 0"
 """Words of torch's error where a tensor's memory was given back, as FSDP does it between uses of a layer."""
-
-
-def summed_loss(loss: Any, name: str) -> Tensor:
-    """The loss that the function `name` returned. Raises UserError where that is no single number in a tensor."""
-    if isinstance(loss, Tensor) and loss.dim() == 0:
-        return loss
-    what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    raise UserError(
-        f"{called('loss', name)} returned {what}; let it return one number as a tensor of shape [], the sum over the "
-        "samples, for example by reduction='sum' or .sum()"
-    )
-
-
-def require_gradient(loss: Tensor, name: str) -> None:
-    """Raises UserError where backward could not begin, because nothing that is trained leads to the loss."""
-    if not loss.requires_grad:
-        raise UserError(
-            f"{called('loss', name)} has no gradient, because nothing that is trained leads to it: look for .detach(), "
-            ".item(), .numpy(), argmax, a comparison or torch.no_grad() in your model and your loss"
-        )
 
 
 def note_labels(error: Exception, outputs: Tree, targets: Tree) -> None:

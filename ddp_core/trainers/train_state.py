@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.base.errors import UserError, nearest_name
@@ -39,22 +39,11 @@ def score_of(evaluation: dict[str, Any], best: str | None) -> float:
 
 
 @dataclass
-class TrainState:
-    """The record that a checkpoint holds: weights, optimizer and the like, and the position.
+class Position:
+    """Where a training stands, and its figures up to there. Random state follows from it."""
 
-    Random state follows from the position. `step` counts finished optimizer steps over the whole run.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler | None = None
-    schedule: LRScheduler | None = None
-    """The experiment's own; a built-in rule has no state."""
-    average: WeightAverage | None = None
-    callbacks: Sequence[Callback] = ()
-    learning_rate: float = math.nan
-    """Used by the last update, of the first parameter group; not saved."""
     step: int = 0
+    """How many optimizer steps are done, over the whole run."""
     epoch_loss: float = 0.0
     """Sum of the losses of all samples trained in the epoch so far."""
     epoch_samples: int = 0
@@ -66,14 +55,51 @@ class TrainState:
     trained_samples: int = 0
     ended_early: str | None = None
     """Why a callback has ended the run after this step; None where none has."""
+
+    def end_epoch(self) -> None:
+        """Keep the mean loss over the epoch's samples, and start to count the next epoch's."""
+        if self.epoch_samples:
+            self.last_epoch_loss = self.epoch_loss / self.epoch_samples
+        self.epoch_loss, self.epoch_samples = 0.0, 0
+
+
+@dataclass
+class TrainState:
+    """The record that a checkpoint holds: weights, optimizer and the like, and the position."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None = None
+    schedule: LRScheduler | None = None
+    """The experiment's own; a built-in rule has no state."""
+    average: WeightAverage | None = None
+    callbacks: Sequence[Callback] = ()
+    learning_rate: float = math.nan
+    """Used by the last update, of the first parameter group; not saved."""
+    position: Position = field(default_factory=Position)
+    evaluated_at: int = -1
+    """The step after which the last evaluation was made here; not saved."""
+    best_at: int = -1
+    """The step of the last evaluation that was the best so far; not saved."""
     ownership: Ownership = field(init=False)
     """What this process has of weights and optimizer state: all of both, until they are cut."""
-    _committed: tuple[bool, dict[str, Any]] = field(init=False)
+    _committed: tuple[bool, Position] = field(init=False)
+    _kept_buffers: tuple[int, list[Tensor]] = field(init=False, default=(-1, []))
+    """The step count at the last `keep_buffers`, and copies of the buffers then."""
 
     def __post_init__(self) -> None:
         self.ownership = OwnsAll(self.model, self.optimizer)
         self.commit()
         self._built = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
+
+    @property
+    def step(self) -> int:
+        """How many optimizer steps are done, over the whole run."""
+        return self.position.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.position.step = step
 
     def require_saveable(self, of_all_ranks: bool = False) -> None:
         """Raises UserError where the optimizer or the schedule has by now a state that no checkpoint can hold.
@@ -88,23 +114,15 @@ class TrainState:
                 f"your schedule, {type(self.schedule).__name__}, keeps a state",
             )
 
-    def end_epoch(self) -> None:
-        """Keep the mean loss over the epoch's samples, and start to count the next epoch's."""
-        if self.epoch_samples:
-            self.last_epoch_loss = self.epoch_loss / self.epoch_samples
-        self.epoch_loss, self.epoch_samples = 0.0, 0
-
-    def take_evaluation(self, evaluation: dict[str, Any], best: str | None = None) -> bool:
-        """Keep an evaluation's figures; returns whether they are the best so far, as the experiment's `best` has it.
+    def take_evaluation(self, evaluation: dict[str, Any], best: str | None = None) -> None:
+        """Keep an evaluation's figures, and whether they are the best so far, as the experiment's `best` has it.
 
         Raises UserError where the evaluation has no number of that name.
         """
-        self.evaluation = evaluation
-        score = score_of(evaluation, best)
-        if math.isnan(score) or (self.best is not None and score <= self.best):
-            return False
-        self.best = score
-        return True
+        self.position.evaluation, self.evaluated_at = evaluation, self.step
+        score, before = score_of(evaluation, best), self.position.best
+        if not math.isnan(score) and (before is None or score > before):
+            self.position.best, self.best_at = score, self.step
 
     def state_dict(self, in_parts: bool = False) -> dict[str, Any]:
         """The state in nested dictionaries of tensors and plain JSON types.
@@ -125,12 +143,12 @@ class TrainState:
                 for name, parameter in self.model.named_parameters()
                 if parameter.requires_grad != self._built[name]
             },
-            "position": self._position(),
+            "position": asdict(self.position),
         }
 
     def commit(self, is_settled: bool = True) -> None:
         """Keep the position as that of a moment to which a step that is not finished can go back."""
-        self._committed = is_settled, self._position()
+        self._committed = is_settled, replace(self.position)
 
     @property
     def is_settled(self) -> bool:
@@ -140,28 +158,27 @@ class TrainState:
     @property
     def committed_at(self) -> tuple[int, bool]:
         """The step of the last `commit`, and whether it was settled."""
-        return self._committed[1]["step"], self.is_settled
+        return self._committed[1].step, self.is_settled
 
     def committed(self) -> dict[str, Any]:
         """The state of the last `commit`; whole weights only, and to be called when the reduction is closed.
 
         A step that was not finished has changed nothing else by then: weights, optimizer, average, scaler and schedule
-        change in the update alone, which waits for no rank; buffers are put back by the trainer.
+        change in the update alone, which waits for no rank; buffers, which change before, are put back.
         """
-        return {**self.state_dict(), "position": self._committed[1]}
+        if self._kept_buffers[0] == self.step:
+            self.put_back_buffers()
+        return {**self.state_dict(), "position": asdict(self._committed[1])}
 
-    def _position(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "epoch_loss": self.epoch_loss,
-            "epoch_samples": self.epoch_samples,
-            "last_epoch_loss": self.last_epoch_loss,
-            "best": self.best,
-            "evaluation": self.evaluation,
-            "trained_seconds": self.trained_seconds,
-            "trained_samples": self.trained_samples,
-            "ended_early": self.ended_early,
-        }
+    def keep_buffers(self) -> None:
+        """Keep copies of the buffers, until this is called again."""
+        self._kept_buffers = self.step, [buffer.clone() for buffer in self.model.buffers()]
+
+    @torch.no_grad()
+    def put_back_buffers(self) -> None:
+        """Give the buffers the values of the last `keep_buffers`."""
+        for buffer, value in zip(self.model.buffers(), self._kept_buffers[1], strict=True):
+            buffer.copy_(value)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned for all ranks; in the place of tensors there may be whole CutTensors."""
@@ -181,8 +198,7 @@ class TrainState:
         parameters = dict(self.model.named_parameters())
         for name, flag in state.get("requires_grad", {}).items():
             parameters[name].requires_grad_(flag)
-        for name, value in state["position"].items():
-            setattr(self, name, value)
+        self.position = Position(**state["position"])
         self.commit()
 
     def named_callbacks(self) -> Iterator[tuple[str, Callback]]:

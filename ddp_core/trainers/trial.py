@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +21,10 @@ from ddp_core.data.trees import Collate, Tree
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.model.forward_state import ForwardState
-from ddp_core.model.losses import LOSSES
 from ddp_core.reduction.refusal import DependsOnLayout
+from ddp_core.trainers.assemble import Trainer
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.own_metrics import OwnMetrics
-
-if TYPE_CHECKING:
-    from ddp_core.trainers.trainer import Trainer
 
 _SAMPLES = 2  # many models cannot take a single one
 _SAME = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 1e-2, "fp16": 1e-2}
@@ -44,24 +41,25 @@ def check_loss(trainer: Trainer) -> None:
     that of the same two samples twice in one batch: a sum doubles, a mean does not.
 
     A loss that is no single number is refused, too. There is no verdict where the loss raises, or is 0 or not finite,
-    and none is needed for the losses of `ddp_core` or for micro-batches of one sample, whose sum and mean are the same.
+    and none is needed for micro-batches of one sample, whose sum and mean are the same.
     """
-    job, experiment, batches = trainer.job, trainer.experiment, trainer.batches
-    if job.loss in LOSSES.values() or trainer.cut.micro_batch == 1:
+    job, experiment, strategy = trainer.job, trainer.job.experiment, trainer.strategy
+    batches = strategy.batches
+    if batches.cut.micro_batch == 1:
         return
     ids = batches.order.ids(0, 0, min(_SAMPLES, batches.samples))
     job.collectives.barrier()  # so that no rank ends while others still connect to it
-    with unchanged(trainer.model, trainer.device), torch.no_grad():
+    with unchanged(strategy.model, job.device), torch.no_grad():
         try:
             with trainer.state.ownership.forward_alone():
                 once, twice = (
-                    float(trainer.passes.loss(trainer.model, *batches.loader.fetch(0, numbers)))
+                    float(strategy.passes.loss(strategy.model, *batches.loader.fetch(0, numbers)))
                     for numbers in (ids, np.concatenate((ids, ids)))
                 )
         except UserError:
             raise
         except DependsOnLayout as error:
-            raise UserError(f"{trainer.where}: {error}") from None
+            raise UserError(f"{strategy.where}: {error}") from None
         except Exception:  # training meets it, too, and says on which rank
             return
     ratio = twice / once if once else math.nan
@@ -71,7 +69,7 @@ def check_loss(trainer: Trainer) -> None:
     found = f"{name} gives {once:.6g} for {_SAMPLES} samples and {twice:.6g} for the same samples twice"
     if abs(ratio - 1) <= _SAME[experiment.precision]:
         raise UserError(
-            f"{found}: it averages, so a micro-batch of {trainer.cut.micro_batch} samples would count as one sample; "
+            f"{found}: it averages, so a micro-batch of {batches.cut.micro_batch} samples would count as one sample; "
             "let it return the sum over the samples, by reduction='sum', or its mean times the number of samples"
         )
     if abs(ratio - 2) > _DOUBLED:

@@ -22,10 +22,10 @@ from ddp_core.checkpoint import find_checkpoints
 from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.trainers.checks import Guard
 from ddp_core.trainers.job import Job
-from ddp_core.trainers.noting import Sums, first_other, named, state_sums
+from ddp_core.trainers.noting import first_other, named, state_sums
 from ddp_core.trainers.saving import Saving
-from ddp_core.trainers.testimony import Testimony
-from ddp_core.trainers.train_state import TrainState
+from ddp_core.trainers.steps import Steps
+from ddp_core.trainers.testimony import Sums, Testimony
 
 NOTED = 2
 """So many steps after a save are noted."""
@@ -47,11 +47,8 @@ class Witnessed(StepObserver):
     would take each other's memory. Else the witness trains beside the run, and its answer is looked at in later saves.
     """
 
-    def __init__(self, job: Job, state: TrainState, saving: Saving, guard: Guard) -> None:
-        self._job, self._state, self._saving, self._guard = job, state, saving, guard
-        self._is_first = job.collectives.world.is_first
-        self._is_wanted = job.options.rehearsal == "on" and not job.is_tried and not job.has_random_data
-        self._waits = guard.mode == "strict" or job.device.type == "cuda"
+    def __init__(self, job: Job, steps: Steps, saving: Saving, guard: Guard) -> None:
+        self._job, self._steps, self._saving, self._guard = job, steps, saving, guard
         self._noted: dict[int, dict[int, Sums]] = {}
         """By the step of the checkpoint (rank 0): what the steps after it have made, by their numbers."""
         self._asked = 0
@@ -59,12 +56,13 @@ class Witnessed(StepObserver):
         self._is_awaited = False
         """Whether its answer is still to come."""
         self._due_at = time.monotonic() + _APART_SECONDS
-        self._lost: Mapping[int, Sums] = {}
-        """What the interrupted run has noted of the steps after its checkpoint, by their numbers (rank 0)."""
+        self._lost: Mapping[int, Sums] | None = None
+        """What the interrupted run has noted of the steps after its checkpoint, by their numbers (empty but on rank 0).
+
+        None, on all ranks, where there are no such notes.
+        """
         self._after, self._reached = 0, 0
         """Steps after later checkpoints than this one are noted, and the last step that was."""
-        self._compares = False
-        """Whether rank 0 has such notes; the same on all ranks."""
         self._begins_early = False
         """Whether the last witness begins as soon as its checkpoint is written."""
 
@@ -74,19 +72,20 @@ class Witnessed(StepObserver):
         A collective, after the state was loaded. Where the run `is_fork` and begins with the checkpoint of its parent,
         which knows nothing of the settings that the fork has changed, the steps after it are not noted.
         """
-        step, directory = self._state.step, self._job.directory
+        step, directory = self._steps.state.step, self._job.run.directory
+        lost: dict[int, Sums] = {}
         if is_fork:
             self._after = step
-        if self._is_first and directory is not None:
+        if self._job.is_first and directory is not None:
             if self._is_on and not is_changed:
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
                     noted = json.loads(read_file(directory / NOTES))
                     if noted["checkpoint"] == step:
-                        self._lost = {int(number): dict(sums) for number, sums in noted["after"].items()}
-            if not self._lost:
+                        lost = {int(number): dict(sums) for number, sums in noted["after"].items()}
+            if not lost:
                 with contextlib.suppress(OSError):
                     (directory / NOTES).unlink()  # a later resume may be of what has changed
-        self._compares = bool(self._job.collectives.broadcast(bool(self._lost)))
+        self._lost = lost if self._job.collectives.broadcast(bool(lost)) else None
 
     def _is_to_note(self, step: int, saved: int) -> bool:
         """Whether a fresh process would make this step of the checkpoint and nothing else; the same on all ranks.
@@ -94,17 +93,17 @@ class Witnessed(StepObserver):
         It has no part of a rank that was lost, and evaluates fewer batches at the end of an epoch.
         """
         is_next = step == saved + 1 or step - 1 == self._reached
-        steps = self._saving.steps_per_epoch
+        steps = self._steps.per_epoch
         return self._after < saved < step <= saved + NOTED and is_next and (step - 1) // steps == saved // steps
 
     def after_step(self, batch: StepBatch) -> None:
-        step, saved = self._state.step, self._saving.newest_step
+        step, saved = self._steps.state.step, self._saving.newest_step
         if not self._is_on:
             return
         if self._is_to_note(step, saved):
             self._note(step, saved)
             self._begins_early = step == saved + NOTED and self._is_last_noted(step)
-        if self._begins_early and self._is_first and not self._saving.is_writing():
+        if self._begins_early and self._job.is_first and not self._saving.is_writing():
             # It can train beside the run, so that the end need not wait for all of it.
             self._begins_early = False
             self._ask()
@@ -113,16 +112,16 @@ class Witnessed(StepObserver):
         """Keep what the step has made, and compare it with what it made before an interruption."""
         self._reached = step
         with self._guard.check(_KIND, step):
-            sums = state_sums(self._state, self._job.layout.saves_in_parts, self._is_first)
+            sums = state_sums(self._steps.state, self._job.layout.saves_in_parts, self._job.is_first)
         if sums is not None:
             kept = sorted({*self._noted, saved})[-2:]
             self._noted = {at: self._noted.get(at, {}) for at in kept}
             self._noted[saved][step] = sums
             # A witness that begins late, or is slow, would else find its checkpoint removed.
             self._saving.hold({*self._noted, *([self._asked] if self._is_awaited else [])})
-        if self._compares:
+        if self._lost is not None:
             with self._guard.check(_KIND, step):
-                lost = self._lost.get(step) if self._is_first else None
+                lost = self._lost.get(step)
                 other = None if lost is None or sums is None else first_other({step: lost}, {step: sums}, is_part=False)
                 if (names := self._job.collectives.broadcast(other and named(other[1]))) is not None:
                     raise UserError(
@@ -134,43 +133,49 @@ class Witnessed(StepObserver):
 
     def _is_last_noted(self, step: int) -> bool:
         """Whether no save is due any more but that of the end, and the run does not wait for its witnesses."""
-        saving, end = self._saving, self._saving.total_steps
-        is_near = step + saving.steps_per_epoch >= end
+        saving, end = self._saving, self._steps.total
+        is_near = step + self._steps.per_epoch >= end
         return is_near and not self._waits and not any(map(saving.may_save, range(step + 1, end)))
 
     def _write(self, saved: int) -> None:
         """Let a run that goes on from this checkpoint know what the steps after it have made (rank 0)."""
-        if self._job.directory is not None:
+        if self._job.run.directory is not None:
             text = json.dumps({"checkpoint": saved, "after": self._noted[saved]})
             with contextlib.suppress(OSError):
-                replace_file(self._job.directory / NOTES, text, root=self._job.directory)
+                replace_file(self._job.run.directory / NOTES, text, root=self._job.run.directory)
 
-    def before_save(self) -> None:
-        """Judge what a witness has found, or ask for the next one, where that is due.
+    def settle(self, batch: StepBatch) -> None:
+        """Before a save, judge what a witness has found, or ask for the next one, where that is due.
 
         Raises UserError (2), on all ranks, where it has found other bits.
         """
-        if self._is_on:
+        if self._is_on and self._saving.is_due_now:
             self._hear(is_end=False)
 
     def end(self) -> None:
         """Have the newest noted steps repeated, and wait for that. Raises UserError (2), on all ranks, as before."""
         if self._is_on:
             self._hear(is_end=True)
-        if self._is_first:
+        if self._job.is_first:
             self._saving.let_go()
 
     @property
     def _is_on(self) -> bool:
-        return self._is_wanted and self._guard.checks
+        job = self._job
+        is_wanted = job.options.rehearsal == "on" and not job.is_tried and not job.run.has_random_data
+        return is_wanted and self._guard.checks
+
+    @property
+    def _waits(self) -> bool:
+        return self._guard.mode == "strict" or self._job.device.type == "cuda"
 
     def _hear(self, is_end: bool) -> None:
         """Let rank 0 tell all ranks, message by message, what witnesses have found."""
         messages = self._messages(is_end)
         while self._is_on:
             with self._guard.timed(_KIND):
-                told = next(messages, None) if self._is_first else None
-            with self._guard.check(_KIND, self._state.step):
+                told = next(messages, None) if self._job.is_first else None
+            with self._guard.check(_KIND, self._steps.state.step):
                 found = self._job.collectives.broadcast(told)
                 if found is None:
                     return
@@ -195,8 +200,8 @@ class Witnessed(StepObserver):
                 self._ask()
             if not self._is_awaited:
                 break
-            assert job.witness is not None
-            found = job.witness.answer(seconds)
+            assert job.run.witness is not None
+            found = job.run.witness.answer(seconds)
             if found is not None:
                 self._is_awaited = False
                 self._due_at = time.monotonic() + max(_APART_SECONDS, _APART_TIMES * found.seconds)
@@ -208,7 +213,7 @@ class Witnessed(StepObserver):
 
     def _ask(self) -> None:
         """Have the newest noted steps repeated, unless they were, or a witness is at work (rank 0)."""
-        witness, directory = self._job.witness, self._job.directory
+        witness, directory = self._job.run.witness, self._job.run.directory
         if self._is_awaited or not self._noted or witness is None or directory is None:
             return
         there = {each.step for each in find_checkpoints(directory / "checkpoints")}

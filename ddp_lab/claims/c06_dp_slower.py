@@ -31,7 +31,7 @@ from typing import Any
 
 from ddp_core.config.layout import Layout
 from ddp_core.observe.step import StepBatch
-from ddp_core.trainers.data_parallel import DataParallelTrainer
+from ddp_core.trainers.data_parallel import DataParallelStrategy
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, missing
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import ROUNDS, Interval, median_interval, ratio_interval
@@ -136,20 +136,20 @@ def time_ways(rank: int, world_size: int, device: str, name: str, steps: int, ro
 
 
 def _render(stepper: Stepper, count: int) -> None:
-    """Let a trainer of one process make nn.DataParallel's step over `count` replicas."""
-    trainer = stepper.trainer
-    module = RenderedDataParallel(trainer.model, count).train()
+    """Let a strategy of one process make nn.DataParallel's step over `count` replicas."""
+    strategy = stepper.strategy
+    module = RenderedDataParallel(strategy.model, count).train()
 
     def compute_gradients(batch: StepBatch) -> None:
-        for parameter in trainer.model.parameters():
+        for parameter in strategy.model.parameters():
             parameter.grad = None
         ((inputs, targets),) = batch.tensors
-        loss = trainer.passes.loss(module, inputs, targets)
-        trainer.losses.put(batch.micro_batches[0].index, loss.detach())
-        trainer.passes.backward(loss, trainer.passes.loss_weight(batch.samples))
-        trainer.send_losses(batch)
+        loss = strategy.passes.loss(module, inputs, targets)
+        strategy.losses.put(batch.micro_batches[0].index, loss.detach())
+        strategy.passes.backward(loss, strategy.passes.loss_weight(batch.samples))
+        strategy.send_losses(batch)
 
-    trainer.compute_gradients = compute_gradients  # type: ignore[method-assign]
+    strategy.compute_gradients = compute_gradients  # type: ignore[method-assign]
 
 
 def waiting_shares(rank: int, world_size: int, name: str, count: int, steps: int) -> dict[str, float]:
@@ -162,10 +162,10 @@ def waiting_shares(rank: int, world_size: int, name: str, count: int, steps: int
     for replicas in (1, count):
         layout = Layout.model_validate({"kind": "dp", "nproc_per_node": replicas})
         with Stepper(name, layout) as stepper:
-            assert isinstance(stepper.trainer, DataParallelTrainer)
+            assert isinstance(stepper.strategy, DataParallelStrategy)
             stepper.step(2)
-            clocks = [Clock(replica.apply) for replica in stepper.trainer.replicas]
-            for replica, clock in zip(stepper.trainer.replicas, clocks, strict=True):
+            clocks = [Clock(replica.apply) for replica in stepper.strategy.replicas]
+            for replica, clock in zip(stepper.strategy.replicas, clocks, strict=True):
                 replica.apply = clock  # type: ignore[assignment, method-assign]
             stepper.step(steps)
             shares[str(replicas)] = 1 - sum(clock.running for clock in clocks) / sum(clock.wall for clock in clocks)

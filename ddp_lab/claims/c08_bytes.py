@@ -24,7 +24,7 @@ from torch.nn.parallel import comm
 
 from ddp_core.base.torch_internals import MOVES, TorchDispatchMode
 from ddp_core.config.layout import Layout
-from ddp_core.trainers.data_parallel import DataParallelTrainer
+from ddp_core.trainers.data_parallel import DataParallelStrategy
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
@@ -103,7 +103,7 @@ def count_ddp(rank: int, world_size: int, samples: int, steps: int) -> dict[str,
         before = bytes_moved()
         stepper.step(steps)
         sent, received = (after - then for after, then in zip(bytes_moved(), before, strict=True))
-        model = stepper.trainer.model
+        model = stepper.strategy.model
         return {
             "sent": sent / steps,
             "received": received / steps,
@@ -134,15 +134,15 @@ def count_dp(rank: int, world_size: int, count: int, samples: int, steps: int) -
         finally:
             comm.broadcast_coalesced, comm.reduce_add_coalesced = sends, reduces
         per_step = {move: total / steps for move, total in moved.items()}
-        return per_step | {"devices": count, "parameters": _size(stepper.trainer.model.parameters())}
+        return per_step | {"devices": count, "parameters": _size(stepper.strategy.model.parameters())}
 
 
 def count_replicas(rank: int, world_size: int, count: int, samples: int, steps: int) -> dict[str, float]:
     """What one process copies between its replicas on CPU, in bytes per step, by kind of move."""
     layout = Layout.model_validate({"kind": "dp", "nproc_per_node": count})
     with Stepper("digits", layout, [f"global_batch_size={samples * count}"]) as stepper:
-        trainer = stepper.trainer
-        assert isinstance(trainer, DataParallelTrainer)
+        strategy = stepper.strategy
+        assert isinstance(strategy, DataParallelStrategy)
         stepper.step(1)
         moved = {"weights": 0, "gradients": 0, "batch": 0}
 
@@ -161,13 +161,13 @@ def count_replicas(rank: int, world_size: int, count: int, samples: int, steps: 
             moved["batch"] += sum(_size(pair) for share in shares[1:] for pair in share.tensors)
             return shares
 
-        scatter = trainer._scatter
-        trainer._scatter = scattered  # type: ignore[method-assign]
-        trainer._reduce = counting("gradients", trainer._reduce)  # type: ignore[method-assign]
-        for replica in trainer.replicas[1:]:
+        scatter = strategy._scatter
+        strategy._scatter = scattered  # type: ignore[method-assign]
+        strategy._reduce = counting("gradients", strategy._reduce)  # type: ignore[method-assign]
+        for replica in strategy.replicas[1:]:
             replica.copy_from = counting("weights", replica.copy_from)  # type: ignore[method-assign]
         stepper.step(steps)
-        model = trainer.model
+        model = strategy.model
         known = {"parameters": _size(model.parameters()), "buffers": _size(model.buffers())}
         return {move: total / steps for move, total in moved.items()} | known
 

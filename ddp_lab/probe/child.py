@@ -67,18 +67,12 @@ def trained(file: Path, settings: Sequence[str], data: Path = Path("data")) -> s
     """
     loaded = load_with_settings(str(file), settings)
     parts = build_parts(loaded, data)
-    world, device = World(), torch.device("cpu")
     job = Job(
         experiment=loaded.experiment,
         layout=Layout(),
         options=Options(reduction=loaded.experiment.reduction),
-        model=parts.model,
-        loss=parts.loss,
-        splits=replace(parts.splits, test=None),
-        optimizer=parts.optimizer,
-        schedule=parts.schedule,
-        collectives=Collectives(world, device),
-        device=device,
+        parts=replace(parts, splits=replace(parts.splits, test=None), hits=None, callbacks=()),
+        collectives=Collectives(World(), torch.device("cpu")),
         console=Console(),
         metrics=MetricsWriter(None),
         stop=StopRequest(),

@@ -61,7 +61,7 @@ OFF: Mapping[str, Mapping[str, Any]] = {
     },
     "written parameters": {
         "ddp_core.reduction.written_parameters.WrittenParameters.refuse_changes": nothing,
-        "ddp_core.trainers.data_parallel.DataParallelTrainer._require_same_parameters": nothing,
+        "ddp_core.trainers.data_parallel.DataParallelStrategy._require_same_parameters": nothing,
     },
     "foreign buffers": {"ddp_core.reduction.foreign_buffers.ForeignBuffers.refuse_changed": nothing},
     "hooks of replicas": {"ddp_core.trainers.data_parallel.share_hooks": nothing},

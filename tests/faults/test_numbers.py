@@ -39,7 +39,7 @@ def test_a_nan_on_one_rank_stops_all_before_the_update(tmp_path: Path, digest: s
 
 
 def _read_rarely(rank: int) -> None:
-    pytest.MonkeyPatch().setattr("ddp_core.trainers.trainer.steps_between_reading", lambda *_: 10)
+    pytest.MonkeyPatch().setattr("ddp_core.trainers.assemble.steps_between_reading", lambda *_: 10)
 
 
 @pytest.mark.slow

@@ -59,9 +59,14 @@ def test_what_is_cut_among_ranks_is_not_compared(tmp_path: Path, shard: str) -> 
 
 @each_shard
 def test_a_callback_of_one_rank_that_changes_weights_is_found_by_the_rehearsal(tmp_path: Path, shard: str) -> None:
-    """Where weights are cut, no comparison of ranks shows it: the owners' updates have spread the change."""
+    """Where weights are cut, no comparison of ranks shows it: the owners' updates have spread the change.
+
+    Where only the optimizer's state or gradients are cut, weights differ from one process's in the next step: this
+    one is the last of the rehearsal, so the witness finds it.
+    """
     words = ["train", FILE, "--layout", "ddp", "--device", "cpu", "--nproc-per-node", 2, "--output", tmp_path]
     changed = {"CHANGED": "0.weight", "STEP": "5"}
     ended = ddp(*words, "--shard", shard, "--set", "max_steps=7", "--rehearsal", "on", env=changed)
     assert (ended.code, "Traceback" in ended.errors) == (ExitCode.BAD_INPUT, False), ended.errors
-    assert "first in step 5 of a rehearsal" in ended.errors
+    is_next = shard in ("optimizer", "gradients")
+    assert ("the result depends on the layout" if is_next else "first in step 5 of a rehearsal") in ended.errors

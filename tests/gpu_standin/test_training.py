@@ -138,7 +138,7 @@ def _steps_without_waits(reduction: str, cuda_graph: bool) -> int:
     record = experiment(reduction=reduction, clip_norm=1.0, schedule={"name": "cosine"})
     watch = RaisesWhereTheHostWaits()
     options = {"log_every": 1000, "cuda_graph": cuda_graph, "observers": [watch]}
-    return finished(record, _net, train=samples(16 * 8), device=torch.device("cuda", 0), **options).total_steps
+    return finished(record, _net, train=samples(16 * 8), device=torch.device("cuda", 0), **options).steps.total
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True], ids=["eager", "graph"])

@@ -75,7 +75,7 @@ def _run_all(
 
     with pytest.MonkeyPatch.context() as patch:
         if keyed_by_rank:
-            patch.setattr("ddp_core.trainers.trainer.MicroBatchSeed", _seed_keyed_by(rank))
+            patch.setattr("ddp_core.trainers.strategy.MicroBatchSeed", _seed_keyed_by(rank))
         for words, port in plan:
             os.environ["MASTER_PORT"] = str(port)
             code = main(["train", *words])

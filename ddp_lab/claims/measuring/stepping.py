@@ -18,7 +18,7 @@ from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.request import build_parts
 from ddp_core.observe.metrics import Console, MetricsWriter
-from ddp_core.trainers import Job, Trainer, build_trainer
+from ddp_core.trainers import Job, build_trainer
 
 EXPERIMENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "digits": ("digits", ("epochs=1000", "schedule.name=constant", "schedule.warmup_steps=0")),
@@ -59,41 +59,36 @@ class Stepper:
             keep_freed_memory()
         parts = build_parts(loaded, Path("data"), device)
         collectives = Collectives(world if layout.kind == "ddp" else World(), device)
-        self.trainer: Trainer = build_trainer(
+        trainer = build_trainer(
             Job(
                 experiment=loaded.experiment,
                 layout=layout,
                 options=Options(reduction=reduction),
-                model=parts.model,
-                loss=parts.loss,
-                hits=parts.hits,
-                splits=parts.splits,
-                optimizer=parts.optimizer,
-                schedule=parts.schedule,
+                parts=replace(parts, callbacks=(), metrics=None),
                 collectives=collectives,
-                device=device,
                 console=Console(rank=1),
                 metrics=MetricsWriter(None),
                 stop=StopRequest(),
             )
         )
-        self._stream = self.trainer.batches.starting_at(0, self.trainer.total_steps)
+        self.strategy, self._update = trainer.strategy, trainer.loop.update
+        self._stream = self.strategy.batches.starting_at(0, trainer.steps.total)
 
     def step(self, times: int = 1) -> None:
         """Load a batch, compute the gradients and update the weights, `times` times."""
-        trainer = self.trainer
+        strategy = self.strategy
         for _ in range(times):
             batch = next(self._stream)
-            trainer.compute_gradients(batch)
-            trainer.losses.receive()
-            trainer.losses.read()
-            trainer.update_weights(batch)
-            trainer.state.step += 1
+            strategy.compute_gradients(batch)
+            strategy.losses.receive(batch)
+            strategy.losses.read(batch.step + 1)
+            self._update.make(batch.step)
+            strategy.state.step += 1
 
     def close(self) -> None:
         """End the trainer's threads, and let go of the process group."""
         self._stream.close()
-        self.trainer.close()
+        self.strategy.close()
 
     def __enter__(self) -> Stepper:
         return self

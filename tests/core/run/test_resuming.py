@@ -69,7 +69,7 @@ def test_a_checkpoint_is_of_an_experiment_that_the_run_has_trained(tmp_path: Pat
     attempt = record["attempts"][0] | {"experiment_sha256": "its shorter self"}
     directory.write(record | {"attempts": [attempt]})
     with trainer_of(experiment()) as trainer:
-        sha256 = trainer.experiment.digest() if written_by == "this experiment" else written_by
+        sha256 = trainer.job.experiment.digest() if written_by == "this experiment" else written_by
         trainer.state.step = 2
         Checkpointer(directory.checkpoints).save(
             trainer.state.state_dict(), step=2, epoch=0, metadata={"experiment_sha256": sha256, "layout": "single-cpu"}

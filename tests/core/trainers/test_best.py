@@ -19,8 +19,11 @@ from tests.support.processes import HANG
 
 def are_best(best: str | None, *figures: object) -> list[bool]:
     model = nn.Linear(1, 1)
-    state = TrainState(model, torch.optim.SGD(model.parameters()))
-    return [state.take_evaluation({"test_loss": 1.0, "test_f1": value}, best) for value in figures]
+    state, found = TrainState(model, torch.optim.SGD(model.parameters())), []
+    for state.step, value in enumerate(figures):
+        state.take_evaluation({"test_loss": 1.0, "test_f1": value}, best)
+        found.append(state.best_at == state.step)
+    return found
 
 
 def test_more_or_less_of_any_figure_is_better() -> None:

@@ -114,13 +114,15 @@ def test_a_callback_ends_the_run(method: str, step: int, last: tuple[str, int, b
     with trainer_of(record, test=samples(20, 1), callbacks=[stops]) as trainer:
         trainer.train()
         state = trainer.state
-        assert trainer.is_at_end
-    assert (state.step, state.ended_early) == (step, None if step == 8 else "first")
+        assert trainer.steps.are_done
+    assert (state.step, state.position.ended_early) == (step, None if step == 8 else "first")
     assert stops.calls[-1] == ("on_end", step, False)
     if last is not None:
         assert stops.calls[-2] == last
-    assert state.evaluation.keys() == {"test_loss", "test_accuracy"}, "the last weights are evaluated in any case"
-    assert state.epoch_samples == 0
+    assert state.position.evaluation.keys() == {"test_loss", "test_accuracy"}, (
+        "the last weights are evaluated in any case"
+    )
+    assert state.position.epoch_samples == 0
 
 
 def test_a_run_whose_end_is_in_its_checkpoint_trains_no_more() -> None:
@@ -130,16 +132,16 @@ def test_a_run_whose_end_is_in_its_checkpoint_trains_no_more() -> None:
     with trainer_of(experiment(), callbacks=[Stops("on_step", 3)]) as trainer:
         trainer.state.load_state_dict(kept)
         trainer.train()
-        assert (trainer.state.step, trainer.state.ended_early) == (2, "first")
+        assert (trainer.state.step, trainer.state.position.ended_early) == (2, "first")
 
 
 def test_the_losses_that_were_not_read_yet_are_in_the_mean_of_an_epoch_cut_short() -> None:
     means = []
     for every in (1, 10):
         with trainer_of(experiment(), callbacks=[Stops("on_step", 3)]) as trainer:
-            trainer._read_every = every  # as on CUDA
+            trainer.strategy.losses._read_every = every  # as on CUDA
             trainer.train()
-            means.append(trainer.state.last_epoch_loss)
+            means.append(trainer.state.position.last_epoch_loss)
     assert means[0] == means[1]
 
 

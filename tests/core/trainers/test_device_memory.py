@@ -53,7 +53,3 @@ def test_a_lack_that_nobody_has_told_of_ends_the_run_on_every_rank(counts: dict[
     ) as raised:
         memory.require_enough(8)
     assert raised.value.exit_code == ExitCode.RESOURCES
-
-
-def test_a_cpu_has_no_such_counts() -> None:
-    assert DeviceMemory(Collectives(World(), torch.device("cpu"))).require_enough(1) is None

@@ -14,6 +14,7 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import UserError
 from ddp_core.cli.prepare import check_request, prepare
 from ddp_core.config.options import Asked
+from ddp_core.model.losses import cross_entropy
 from ddp_core.trainers.graphed import CudaRecorder, GraphedPasses, Replay
 from tests.core.trainers.test_trainers import (
     CPU,
@@ -60,7 +61,7 @@ def graphed(build: Callable[[], nn.Module], steps: int = 5, **fields: Any) -> tu
     """The digests of a training whose passes are recorded, and its recorder."""
     with trainer_of(experiment(**fields), build, train=samples(16 * steps - 2), guard="off") as trainer:
         recorder = StandIn(trainer.model)
-        trainer.passes = GraphedPasses(trainer.experiment, trainer.job.loss, CPU, recorder)
+        trainer.strategy.passes = GraphedPasses(trainer.job.experiment, cross_entropy, CPU, recorder)
         trainer.train()
         return digests(trainer), recorder
 

@@ -16,10 +16,10 @@ from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.sampler import GlobalOrder
+from ddp_core.trainers import Trainer
 from ddp_core.trainers.saving import first_not_finite
 from ddp_core.trainers.step_losses import LossGate, steps_between_reading
 from ddp_core.trainers.train_state import TrainState
-from ddp_core.trainers.trainer import Trainer
 from tests.core.trainers.test_trainers import digests, experiment, finished, samples, trainer_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -34,7 +34,7 @@ OPTIMIZERS = {
 @pytest.fixture
 def read_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let losses be read every ten steps, as on CUDA."""
-    monkeypatch.setattr("ddp_core.trainers.trainer.steps_between_reading", lambda *_: 10)
+    monkeypatch.setattr("ddp_core.trainers.assemble.steps_between_reading", lambda *_: 10)
 
 
 def digests_with_average(trainer: Trainer) -> tuple[str, ...]:

@@ -101,11 +101,12 @@ def waits(build: Callable[[], nn.Module], **fields: Any) -> list[str]:
     ):
         # The host reads losses rarely only with an optimizer that can be held back on the device: one of torch's fused
         # ones, and those do not run on meta. So the gate watches the losses here, and holds back another optimizer.
-        trainer._read_every, trainer._gate = STEPS + 1, LossGate(torch.optim.SGD([torch.zeros(1)]), META)
+        losses = trainer.strategy.losses
+        losses._read_every, losses._gate = STEPS + 1, LossGate(torch.optim.SGD([torch.zeros(1)]), META)
         # In steps 1, 2, 4, 8, … the weights are looked at by their values; these are later ones.
-        trainer.reduction._steps = 2**10  # type: ignore[attr-defined]
+        trainer.strategy.reduction._steps = 2**10  # type: ignore[attr-defined]
         # After the first update it is tried whether a checkpoint could hold the optimizer's state.
-        trainer.update._is_saveable = True
+        trainer.loop.update._is_saveable = True
         with pytest.raises(EndedEarly):
             trainer.train()
     return watched.found + made.found

@@ -34,7 +34,7 @@ from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.sampler import GlobalOrder
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.evaluation import evaluate
-from ddp_core.trainers.train_state import TrainState
+from ddp_core.trainers.train_state import Position, TrainState
 from tests.core.trainers.test_trainers import (
     CPU,
     RECIPES,
@@ -104,20 +104,20 @@ def test_ranks_that_keep_pace_run_as_many_batches_and_count_each_once(settings: 
 
 def test_an_epoch_ends_with_an_evaluation_and_a_mean_over_its_samples() -> None:
     trainer = finished(experiment(epochs=2), test=samples(30, seed=9))
-    assert trainer.state.evaluation.keys() == {"test_loss", "test_accuracy"}
-    assert trainer.state.best >= trainer.state.evaluation["test_accuracy"] > 0
+    assert trainer.state.position.evaluation.keys() == {"test_loss", "test_accuracy"}
+    assert trainer.state.position.best >= trainer.state.position.evaluation["test_accuracy"] > 0
     frozen = finished(experiment(epochs=1, optimizer={"lr": 1e-30}), train=samples(64))
     data = samples(64)
     expected = functional.cross_entropy(frozen.model(data.inputs), data.targets).item()
-    assert frozen.state.last_epoch_loss == pytest.approx(expected, rel=1e-5)
+    assert frozen.state.position.last_epoch_loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_run_may_end_inside_an_epoch() -> None:
     trainer = finished(experiment(epochs=5, max_steps=6), test=samples(30, seed=9))
-    assert trainer.state.step == trainer.total_steps == 6
-    assert trainer.state.evaluation
+    assert trainer.state.step == trainer.steps.total == 6
+    assert trainer.state.position.evaluation
     expected = finished(experiment(epochs=1), test=samples(30, seed=9))
-    assert trainer.steps_per_epoch == expected.steps_per_epoch == 4
+    assert trainer.steps.per_epoch == expected.steps.per_epoch == 4
 
 
 @pytest.mark.parametrize("length", [{"epochs": 3}, {"epochs": 5, "max_steps": 6}], ids=["epochs", "max_steps"])
@@ -125,20 +125,20 @@ def test_what_a_run_ends_with_is_evaluated_whenever_that_is(length: dict[str, in
     """By `every_epochs` no epoch of these runs is due."""
     evaluation = Evaluation(every_epochs=4)
     trainer = finished(experiment(evaluation=evaluation, **length), test=samples(30, seed=9))
-    assert trainer.state.evaluation == trainer.evaluate()
+    assert trainer.state.position.evaluation == trainer.evaluator.evaluate()
 
 
 def test_a_request_to_stop_is_met_at_the_next_step() -> None:
     stop = StopRequest()
     with trainer_of(experiment(), stop=stop) as trainer:
-        update = trainer.update_weights
+        update = trainer.loop.update.make
 
-        def ask_in_step_two(batch: Any) -> None:
-            if batch.step == 1:
+        def ask_in_step_two(step: int) -> None:
+            if step == 1:
                 stop.reason = "SIGTERM"
-            update(batch)
+            update(step)
 
-        trainer.update_weights = ask_in_step_two  # type: ignore[method-assign]
+        trainer.loop.update.make = ask_in_step_two  # type: ignore[method-assign]
         with pytest.raises(Stopped) as raised:
             trainer.train()
     assert raised.value.step == 3
@@ -148,13 +148,16 @@ def test_a_request_to_stop_is_met_at_the_next_step() -> None:
 
 def test_a_rank_that_nobody_has_asked_stops_with_the_others_and_says_so() -> None:
     with trainer_of(experiment()) as trainer, pytest.raises(Stopped, match="another rank was asked to"):
-        trainer.stop()
+        trainer.loop._leave()
 
 
 def test_an_evaluation_as_good_as_the_best_is_not_a_better_one() -> None:
     with trainer_of(experiment()) as trainer:
-        found = [trainer.state.take_evaluation({"test_accuracy": accuracy}) for accuracy in (0.5, 0.5, 0.4, 0.6)]
-    assert found == [True, False, False, True]
+        state, found = trainer.state, []
+        for state.step, accuracy in enumerate((0.5, 0.5, 0.4, 0.6), 1):
+            state.take_evaluation({"test_accuracy": accuracy})
+            found.append(state.best_at)
+    assert found == [1, 1, 1, 4]
 
 
 def test_a_time_limit_is_a_request_to_stop() -> None:
@@ -187,7 +190,7 @@ def test_a_state_taken_in_the_middle_goes_on_to_the_same_bits() -> None:
             trainer.state.load_state_dict(saved)
             trainer.train()
         assert digests(trainer) == digests(expected)
-        assert trainer.state.last_epoch_loss == expected.state.last_epoch_loss
+        assert trainer.state.position.last_epoch_loss == expected.state.position.last_epoch_loss
 
 
 def _lived_in() -> TrainState:
@@ -204,10 +207,8 @@ def _lived_in() -> TrainState:
         state.schedule.step()
         state.average.update_parameters(state.model)
     state.callbacks[0].load_state_dict({"count": 7})
-    for number, each in enumerate(dataclasses.fields(state), 1):
-        if each.name in POSITION:
-            kept = {"loss": float(number)} if each.name == "evaluation" else number
-            setattr(state, each.name, kept)
+    for number, name in enumerate(POSITION, 1):
+        setattr(state.position, name, {"loss": float(number)} if name == "evaluation" else number)
     return state
 
 
@@ -233,18 +234,18 @@ class Counts(Callback):
 PARTS = ("model", "optimizer", "scaler", "schedule", "average")
 
 
-NOT_SAVED = ("learning_rate", "ownership", "_committed")
+NOT_SAVED = ("learning_rate", "evaluated_at", "best_at", "ownership", "_committed", "_kept_buffers")
 
 
 LISTED = ("callbacks",)
 
 
-POSITION = [each.name for each in dataclasses.fields(TrainState) if each.name not in (*PARTS, *NOT_SAVED, *LISTED)]
+POSITION = [each.name for each in dataclasses.fields(Position)]
 
 
 def _entries(state: TrainState) -> dict[str, Any]:
     """Every field of the state by its name, in plain values; of a part what its `state_dict` gives, entry by entry."""
-    found: dict[str, Any] = {name: getattr(state, name) for name in POSITION}
+    found: dict[str, Any] = {name: getattr(state.position, name) for name in POSITION}
     for part in (*PARTS, *LISTED):
         whole = getattr(state, part)
         states = [each.state_dict() for each in whole] if part in LISTED else whole.state_dict()
@@ -264,6 +265,8 @@ def test_every_entry_of_the_state_comes_back(tmp_path: Path) -> None:
         if all(before.get(entry) == value for entry, value in expected.items() if entry.startswith(name))
     ]
     assert unchanged == [], "nothing would be seen of their loss"
+    names = {each.name for each in dataclasses.fields(TrainState)}
+    assert names == {*PARTS, *NOT_SAVED, *LISTED, "position"}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(lived.state_dict(), step=lived.step, epoch=0)
     fresh.load_state_dict(load(find_checkpoints(tmp_path)[0]))
@@ -294,7 +297,7 @@ def test_every_rank_sees_its_own_share_of_every_step() -> None:
     record = experiment(last_batch="keep", epochs=2)
     for count in (1, 2, 3, 4):
         with trainer_of(record, layout=Layout(kind="dp", nproc_per_node=count), train=samples(70)) as trainer:
-            batches = trainer.batches
+            batches = trainer.strategy.batches
             assert batches.steps_per_epoch == 5
             for epoch in range(2):
                 steps = range(epoch * 5, epoch * 5 + 5)
@@ -374,7 +377,7 @@ def test_observers_hear_of_a_skipped_step() -> None:
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
 @pytest.mark.parametrize("reduction", ["plain", "exact"])
-def test_a_skipped_step_changes_neither_weights_nor_buffers(layout: Layout, reduction: str) -> None:
+def test_a_skipped_step_changes_neither_weights_nor_kept_buffers(layout: Layout, reduction: str) -> None:
     """The forward of the bad batch has made NaN of the batch-norm statistics."""
     data, recorder = samples(64), Recorder()
     data.inputs[GlobalOrder(64, 0).ids(0, 32, 48)[13]] = math.nan

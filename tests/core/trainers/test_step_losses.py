@@ -14,6 +14,7 @@ from ddp_core.observe.step import StepBatch
 from ddp_core.trainers.step_losses import StepLosses
 
 META = torch.device("meta")
+BATCH = StepBatch(0, 0, 12, [], [], [])
 
 
 class TwoRanks(Collectives):
@@ -30,7 +31,7 @@ class TwoRanks(Collectives):
     def finish_sum(self, begun: Any) -> None:
         self.finished.append(begun.device.type)
         if begun.device.type == "cpu":
-            begun += self.theirs
+            begun[0] += self.theirs
 
 
 class Gone(TwoRanks):
@@ -42,25 +43,29 @@ class Gone(TwoRanks):
 
 
 def sent(collectives: Collectives, stop: bool = False) -> StepLosses:
-    losses = StepLosses(collectives, 3)
+    losses = StepLosses(collectives, 3, lambda _: False, lambda *_: None, read_every=10)
     losses.put(1, torch.zeros((), device=META))
-    losses.send(StepBatch(0, 0, 12, [], [], []), stop)
+    losses.send(BATCH, stop)
     return losses
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(False, 0.0), (True, 0.0), (False, 1.0), (True, 1.0)])
-def test_a_request_to_stop_is_known_without_reading_the_device(ours: bool, theirs: float) -> None:
+def test_a_request_to_stop_is_known_without_reading_the_device(
+    ours: bool, theirs: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     collectives = TwoRanks(theirs)
     losses = sent(collectives, ours)
-    assert losses.receive() == (ours or theirs > 0)
+    monkeypatch.setattr(losses, "read", lambda done: [])
+    assert losses.receive(BATCH) == (ours or theirs > 0, [])
     assert collectives.finished == ["cpu", "meta"]
-    assert losses.newest.device == META
-    assert losses.newest.shape[0] == 3
+    ((*_, unread),) = losses._unread
+    assert unread.device == META
+    assert unread.shape[0] == 3
 
 
 def test_a_lost_peer_is_met_before_the_device_is_waited_for() -> None:
     collectives = Gone()
     losses = sent(collectives)
     with pytest.raises(RuntimeError, match="closed by peer"):
-        losses.receive()
+        losses.receive(BATCH)
     assert collectives.finished == ["cpu"]

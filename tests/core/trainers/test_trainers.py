@@ -25,6 +25,7 @@ from ddp_core.data.splits import InMemory, Splits
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
+from ddp_core.experiment.built import BuiltExperiment
 from ddp_core.model.losses import class_hits, cross_entropy
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.callback import Callback, Moment
@@ -32,7 +33,7 @@ from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepObserver
 from ddp_core.sampler import GlobalOrder
-from ddp_core.trainers import Job, Trainer, build_trainer, data_parallel
+from ddp_core.trainers import Job, RunAccess, Trainer, Trial, build_trainer, data_parallel
 from ddp_core.trainers.passes import InPrecision, Passes
 
 CPU = torch.device("cpu")
@@ -81,25 +82,28 @@ def trainer_of(
     **options: Any,
 ) -> Iterator[Trainer]:
     torch.manual_seed(record.seed)
+    model, on = build(), collectives or Collectives(World(), device)
+    assert isinstance(record.optimizer, Optimizer)
     job = Job(
         experiment=record,
         layout=layout or Layout(device="cuda" if device.type == "cuda" else "cpu"),
         options=Options(reduction=record.reduction, **options),
-        model=build(),
-        loss=cross_entropy,
-        hits=class_hits,
-        splits=Splits(samples(64) if train is None else train, test, CLASSES, None, ""),
-        collectives=collectives or Collectives(World(), device),
-        device=device,
+        parts=BuiltExperiment(
+            model=model,
+            loss=cross_entropy,
+            hits=class_hits,
+            splits=Splits(samples(64) if train is None else train, test, CLASSES, None, ""),
+            optimizer=build_optimizer(record.optimizer, model.to(on.device), record.global_batch_size),
+            callbacks=callbacks,
+        ),
+        collectives=on,
         console=Console(),
         metrics=MetricsWriter(None),
         stop=stop or StopRequest(),
         observers=[FaultScript(faults), *observers],
-        callbacks=callbacks,
-        directory=Path("run"),
-        only_steps=only_steps,
+        run=RunAccess(directory=Path("run"), checkpointer=checkpointer),
+        trial=Trial(only_steps=only_steps),
         makes_room=makes_room,
-        checkpointer=checkpointer,
     )
     trainer = build_trainer(job)
     try:
@@ -187,8 +191,8 @@ def test_replicas_may_have_devices_of_their_own(monkeypatch: pytest.MonkeyPatch)
     alone = finished(record, batch_norm_and_dropout)
     monkeypatch.setattr(data_parallel, "_device_of", lambda job, number: torch.device("cpu", number))
     with trainer_of(record, batch_norm_and_dropout, layout) as together:
-        assert isinstance(together, data_parallel.DataParallelTrainer)
-        assert len({id(replica.passes) for replica in together.replicas}) == 3
+        assert isinstance(together.strategy, data_parallel.DataParallelStrategy)
+        assert len({id(replica.passes) for replica in together.strategy.replicas}) == 3
         together.train()
     assert digests(together) == digests(alone)
 
@@ -243,7 +247,7 @@ def test_batch_norm_has_its_momentum_back_afterwards(layout: Layout) -> None:
     trainer = finished(experiment(reduction="exact"), batch_norm_and_dropout, layout)
     (norm,) = [module for module in trainer.model.modules() if isinstance(module, nn.BatchNorm1d)]
     assert norm.momentum == 0.1
-    assert norm.num_batches_tracked == trainer.total_steps
+    assert norm.num_batches_tracked == trainer.steps.total
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
@@ -274,8 +278,8 @@ def test_a_bad_step_can_be_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     assert trainer.state.step == 4
     assert all(torch.isfinite(value).all() for value in trainer.model.state_dict().values())
     assert "step skipped" in capsys.readouterr().out
-    assert trainer.state.last_epoch_loss is not None
-    assert math.isfinite(trainer.state.last_epoch_loss)
+    assert trainer.state.position.last_epoch_loss is not None
+    assert math.isfinite(trainer.state.position.last_epoch_loss)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -337,33 +341,34 @@ def test_a_run_that_is_only_tried_makes_the_first_steps_of_the_whole_one() -> No
     finished(record, callbacks=[AtStepTwo()])
     assert [weights_digest(tried.model.state_dict())] == whole
     first = samples(5, 1).__getitems__([0, 1])
-    assert tried.state.evaluation["test_loss"] == pytest.approx(
+    assert tried.state.position.evaluation["test_loss"] == pytest.approx(
         functional.cross_entropy(tried.model(first[0]), first[1]).item()
     )
 
 
-@pytest.mark.parametrize("moment", ["receive_losses", "update_weights"])
+@pytest.mark.parametrize("moment", ["receive", "make"])
 def test_a_step_that_another_rank_ends_has_changed_no_batch_statistics(
     moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The losses come after the gradients: a rank may be lost between them, when the statistics are in the model."""
     record = experiment(reduction="exact", epochs=2)
     with trainer_of(record, batch_norm_and_dropout, makes_room=lambda: False) as trainer:
-        usual, before = getattr(trainer, moment), []
+        owner = trainer.strategy.losses if moment == "receive" else trainer.loop.update
+        usual, before = getattr(owner, moment), dict[str, Tensor]()
 
-        def lost(batch: Any) -> Any:
-            if batch.step == 3:
+        def lost(asked: Any) -> Any:
+            if trainer.state.step == 3:
                 raise ConnectionError("lost")
-            if batch.step == 2:
-                trainer.observers.after_step = note  # type: ignore[method-assign]
-            return usual(batch)
+            return usual(asked)
 
         def note(_: Any) -> None:
-            before[:] = [{name: value.clone() for name, value in trainer.model.state_dict().items()}]
+            if trainer.state.step == 3:
+                before.update({name: value.clone() for name, value in trainer.model.state_dict().items()})
 
-        monkeypatch.setattr(trainer, moment, lost)
+        monkeypatch.setattr(trainer.loop.observers, "settle", note)
+        monkeypatch.setattr(owner, moment, lost)
         with pytest.raises(ConnectionError):
             trainer.train()
     held = trainer.state.committed()
     assert held["position"]["step"] == 3
-    assert all(torch.equal(value, before[0][name]) for name, value in held["model"].items())
+    assert all(torch.equal(value, before[name]) for name, value in held["model"].items())

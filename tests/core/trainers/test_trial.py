@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.model.losses import cross_entropy
+from ddp_core.trainers import Trainer
 from ddp_core.trainers.trial import check_loss
 from tests.core.test_bad_input import MODES, one_line
 from tests.core.trainers.test_trainers import CLASSES, FEATURES, experiment, trainer_of
@@ -41,12 +41,17 @@ def summed(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(outputs, targets, reduction="sum")
 
 
+def with_loss(trainer: Trainer, loss: Callable[..., Any]) -> Trainer:
+    job = trainer.job
+    return replace(trainer, job=replace(job, parts=replace(job.parts, loss=loss)))
+
+
 def checked(loss: Callable[..., Any], capsys: pytest.CaptureFixture[str], **fields: Any) -> str:
     """What the check says about a loss, by an error or by a warning."""
     errors: list[UserError] = []
     with trainer_of(experiment(loss="mine", **fields), Noisy) as trainer:
-        trainer.job = replace(trainer.job, loss=loss)
-        trainer.passes._loss = loss
+        trainer = with_loss(trainer, loss)
+        trainer.strategy.passes._loss = loss
         before = traces(trainer.model)
         try:
             check_loss(trainer)
@@ -108,13 +113,9 @@ def test_a_loss_that_is_no_single_number_is_an_error(capsys: pytest.CaptureFixtu
 
 
 def test_nothing_is_computed_where_there_is_no_doubt() -> None:
-    with trainer_of(experiment(), Noisy) as trainer:
-        assert trainer.job.loss is cross_entropy
-        trainer.passes = None  # type: ignore[assignment]
-        check_loss(trainer)
     with trainer_of(experiment(micro_batch=1), Noisy) as trainer:
-        trainer.job = replace(trainer.job, loss=functional.cross_entropy)
-        trainer.passes = None  # type: ignore[assignment]
+        trainer = with_loss(trainer, functional.cross_entropy)
+        trainer.strategy.passes = None  # type: ignore[assignment]
         check_loss(trainer)
 
 

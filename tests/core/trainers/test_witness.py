@@ -13,6 +13,8 @@ import torch
 
 from ddp_core.base.errors import UserError
 from ddp_core.trainers import witness
+from ddp_core.trainers.job import RunAccess
+from ddp_core.trainers.steps import Steps
 from ddp_core.trainers.witness import Witnessed
 
 SAME = witness.Testimony("the same bits", seconds=3.0)
@@ -47,8 +49,14 @@ class Run:
         patch.setattr(witness, "find_checkpoints", lambda _: [SimpleNamespace(step=step) for step in range(0, 999, 5)])
         alone = SimpleNamespace(world=SimpleNamespace(is_first=True), broadcast=lambda told: told)
         job = SimpleNamespace(
-            **{"collectives": alone, "witness": self.played, "directory": directory, "has_random_data": False},
-            **{"is_tried": False, "stop": SimpleNamespace(requested=False), "console": SimpleNamespace(say=print)},
+            run=RunAccess(directory=directory, witness=self.played),
+            **{
+                "collectives": alone,
+                "is_first": True,
+                "is_tried": False,
+                "stop": SimpleNamespace(requested=False),
+                "console": SimpleNamespace(say=print),
+            },
             options=SimpleNamespace(rehearsal="on", timeout=60.0),
             layout=SimpleNamespace(saves_in_parts=False),
             device=torch.device("cpu"),
@@ -56,11 +64,10 @@ class Run:
         self.guard = SimpleNamespace(mode=mode, checks=True, check=self.check, timed=self.check, figures={})
         self.saving = SimpleNamespace(
             **{"newest_step": 0, "may_save": lambda step: step % 5 == 0, "is_writing": self.is_writing},
-            **{"hold": self.held.append, "let_go": self.held.clear},
-            **{"steps_per_epoch": 5, "total_steps": steps},
+            **{"hold": self.held.append, "let_go": self.held.clear, "is_due_now": True},
         )
         self.state = SimpleNamespace(step=0)
-        self.witnessed = Witnessed(job, self.state, self.saving, self.guard)  # type: ignore[arg-type]
+        self.witnessed = Witnessed(job, Steps(self.state, 5, steps), self.saving, self.guard)  # type: ignore[arg-type]
 
     @contextlib.contextmanager
     def check(self, kind: str, step: int = 0) -> Iterator[None]:
@@ -77,7 +84,7 @@ class Run:
             self.state.step += 1
             self.witnessed.after_step(None)  # type: ignore[arg-type]
             if self.state.step % 5 == 0:
-                self.witnessed.before_save()
+                self.witnessed.settle(None)  # type: ignore[arg-type]
                 self.saving.newest_step = self.state.step
 
 

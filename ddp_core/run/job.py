@@ -1,0 +1,186 @@
+"""What a worker trains with: the job, and what saves, writes and observes for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ddp_core.base.errors import UserError
+from ddp_core.checkpoint import Checkpointer, Fence, Ranks, sweep
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.stop import StopRequest
+from ddp_core.numerics.limits import rules_of
+from ddp_core.observe.heartbeat import Heartbeat
+from ddp_core.observe.lost_peers import is_peer_loss
+from ddp_core.observe.metrics import Console, MetricsWriter
+from ddp_core.observe.step import StepObserver
+from ddp_core.record.run_record import RunRecord
+from ddp_core.run.asking import OverSocket
+from ddp_core.run.beginning import Beginning
+from ddp_core.run.resuming import by_rank_0
+from ddp_core.trainers import Job, RunAccess, Trial
+
+if TYPE_CHECKING:
+    from ddp_core.observe.loggers.logger import BackgroundLogger
+
+
+@contextmanager
+def job_of(
+    record: RunRecord,
+    beginning: Beginning,
+    start_step: int,
+    metrics: MetricsWriter,
+    stop: StopRequest,
+    heartbeat: Heartbeat,
+    makes_room: Callable[[], bool] | None,
+) -> Iterator[Job]:
+    """What the trainer is given; what it saves and observes with is closed when the block ends.
+
+    `start_step`: the steps that were done before. `heartbeat` observes first.
+    """
+    request, directory, world = record.request, record.directory.path, record.world
+    collectives, console, parts = beginning.collectives, beginning.console, beginning.parts
+    kept_every = by_rank_0(collectives, record.kept_every)
+    with (
+        _checkpointer(record, collectives, console, kept_every) as checkpointer,
+        _observers(record, parts.model, collectives, console, start_step) as observers,
+    ):
+        yield Job(
+            experiment=request.loaded.experiment,
+            layout=request.layout,
+            options=request.options,
+            parts=parts,
+            collectives=collectives,
+            console=console,
+            metrics=metrics,
+            stop=stop,
+            run=RunAccess(
+                directory=directory,
+                checkpointer=checkpointer,
+                kept_every=kept_every,
+                note_kept=record.note_kept if world.is_first else None,
+                mark_broken=record.mark_broken,
+                witness=OverSocket(directory) if world.is_first else None,
+                has_random_data=record.is_random,
+            ),
+            trial=Trial(request.is_miniature, request.only_steps, request.noted_in),
+            makes_room=makes_room,
+            observers=[heartbeat, *parts.observers, *observers],
+        )
+
+
+def metrics_of(record: RunRecord, console: Console) -> MetricsWriter:
+    """Rank 0's metrics and loggers; the other ranks write nothing."""
+    if not record.world.is_first:
+        return MetricsWriter(None)
+    request, directory = record.request, record.directory
+    loggers: list[BackgroundLogger] = []
+    if request.options.log_to:
+        from ddp_core.observe.loggers.logged import LoggedRun, loggable
+        from ddp_core.observe.loggers.logger import start_loggers
+
+        experiment = request.loaded.experiment
+        settings = experiment.to_json() | {"layout": request.layout.label, "reduction": request.options.reduction}
+        logged = LoggedRun(directory.path, experiment.name, loggable(settings))
+        loggers = start_loggers(request.options.log_to, logged, console.warn)
+    may_write = record.fence.check if record.fence is not None else lambda: None
+    return MetricsWriter(directory.metrics, loggers, may_write)
+
+
+@contextmanager
+def _checkpointer(
+    record: RunRecord, collectives: Collectives, console: Console, kept_every: int | None
+) -> Iterator[Checkpointer | None]:
+    """Rank 0's checkpointer; the other ranks have one where each rank writes its part."""
+    request, world, directory = record.request, record.world, record.directory
+    options, in_parts = request.options, request.layout.saves_in_parts
+    if not (world.is_first or in_parts):
+        yield None
+        return
+    if world.is_first:
+        sweep(directory.checkpoints, root=directory.path)
+    with ExitStack() as stack:
+        fence, ranks = record.fence, None
+        if in_parts:
+            ranks = stack.enter_context(Ranks.meeting(world.place, options.timeout))
+            # All parts are written in the name of rank 0, so a later rank 0 takes this right from all ranks.
+            fence = Fence(directory.path, collectives.broadcast(fence.token if fence is not None else 0))
+        checkpointer = stack.enter_context(
+            Checkpointer(
+                directory.checkpoints,
+                keep_last=options.keep_last,
+                keep_every=[each for each in (options.keep_every, kept_every) if each is not None],
+                asynchronous=options.asynchronous_save,
+                fence=fence,
+                ranks=ranks,
+                synced_before=(directory.path, directory.metrics, directory.log),
+                on_event=lambda line: (
+                    console.warn(line.removeprefix("warning: ")) if line.startswith("warning") else None
+                ),
+            )
+        )
+        try:
+            yield checkpointer
+        except Exception as error:
+            if is_peer_loss(error):
+                _raise_failed_save(checkpointer)
+            raise
+
+
+def _raise_failed_save(checkpointer: Checkpointer) -> None:
+    """Raise the UserError with which a save in the background has failed, if one has.
+
+    All ranks leave where one of them cannot save its part. A rank may notice that another one has left before it learns
+    that the save has failed, and a lost peer would not tell the user why.
+    """
+    try:
+        checkpointer.wait()
+    except UserError:
+        raise
+    except Exception:
+        return  # the lost peer has ended the save as well
+
+
+@contextmanager
+def _observers(
+    record: RunRecord, model: nn.Module, collectives: Collectives, console: Console, first_step: int
+) -> Iterator[list[StepObserver]]:
+    """The observers that the options ask for: profiler, ledger and, always last in a step, scripted faults.
+
+    `first_step`: the steps that were done before.
+    """
+    options, world, directory = record.request.options, record.world, record.directory.path
+    with ExitStack() as stack:
+        observers: list[StepObserver] = []
+        if options.profile is not None:
+            observers.append(stack.enter_context(_profiler(options.profile, directory, collectives, console)))
+        elif rules_of(options.numerics) is not None and world.is_first and not record.request.is_tried:
+            from ddp_core.observe.unknown_operations import UnknownOperations
+
+            observers.append(stack.enter_context(closing(UnknownOperations(console.warn))))
+        if options.ledger:
+            from ddp_core.observe.ledger import Ledger
+
+            observers.append(stack.enter_context(closing(Ledger(directory, record.attempt, world.rank, first_step))))
+        if options.faults:
+            from ddp_core.observe.faults import FaultScript
+
+            observers.append(FaultScript(options.faults, world.rank, directory, model))
+        yield observers
+
+
+@contextmanager
+def _profiler(window: str, directory: Path, collectives: Collectives, console: Console) -> Iterator[StepObserver]:
+    """This rank's profiler; rank 0 puts the traces of all ranks together when training is over."""
+    from ddp_core.observe.profiling import StepProfiler, merge_traces
+
+    with StepProfiler(window, directory, collectives.world.rank) as profiler:
+        yield profiler
+    collectives.barrier()
+    merged = merge_traces(directory) if collectives.world.is_first else None
+    if merged is not None:
+        console.say(f"trace of all ranks: {merged} (open it in ui.perfetto.dev or chrome://tracing)")

@@ -1,0 +1,66 @@
+"""What a worker does where another one is lost: it ends, and the launcher starts all of them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.stop import StopRequest
+from ddp_core.distributed.world import World
+from ddp_core.experiment.built import BuiltExperiment
+from ddp_core.experiment.request import Request
+from ddp_core.observe.callback import Callback
+from ddp_core.record.directory import RunDirectory
+from ddp_core.run.beginning import Kept
+from ddp_core.trainers import Trainer
+
+if TYPE_CHECKING:
+    from ddp_core.trainers.held import HeldState
+
+
+class Recovery:
+    """The steps of a training in which a live recovery (`ddp_core.run.live`) does more than this."""
+
+    stop_file: str | None = None
+    """A file that says whether all are asked to stop; None where a signal alone does."""
+    is_left_behind: Callable[[], bool] | None = None
+    """Whether there is a newer group than this process's own; None where there can be none."""
+    makes_room: Callable[[], bool] | None = None
+    """Whether all ranks are to leave at the end of the step, to let a new one in; None where none can come."""
+
+    def __init__(self) -> None:
+        self.kept = Kept()
+
+    def groups(self, request: Request, world: World, stop: StopRequest) -> Iterator[tuple[Request, World]]:
+        """The groups in which this process trains, one after the other, with the request for each."""
+        yield request, world
+
+    def surviving(self) -> AbstractContextManager[None]:
+        """A block for one group, which ends without an error where the next group is to be met."""
+        return nullcontext()
+
+    def leaving(self) -> AbstractContextManager[None]:
+        """A block in which errors are looked at before anything takes them for the end of the run."""
+        return nullcontext()
+
+    def require_told_once(self, parts: BuiltExperiment) -> None:
+        """Raises UserError (2) where this experiment cannot be recovered so."""
+
+    def newest(self, collectives: Collectives, directory: RunDirectory) -> HeldState | None:
+        """The newest state that a rank holds, on every rank; None where the newest one is in a checkpoint."""
+        return None
+
+    def same(self, callbacks: Sequence[Callback], held: HeldState | None) -> Sequence[Callback]:
+        """The callbacks to go on with."""
+        return callbacks
+
+    def await_built(self, collectives: Collectives) -> None:
+        """Called when the trainer is built."""
+
+    def hold(self, trainer: Trainer) -> None:
+        """Called when the trainer is closed."""
+
+    def go_on(self, held: HeldState, trainer: Trainer) -> None:
+        """Let the trainer go on from a state that was held."""

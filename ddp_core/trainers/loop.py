@@ -1,0 +1,97 @@
+"""The training loop of every layout: for each batch gradients, update, count; and observers are told each moment."""
+
+from __future__ import annotations
+
+import contextlib
+
+from ddp_core.base.errors import UserError
+from ddp_core.base.keyed_draws import without_key
+from ddp_core.distributed.stop import ASKED_ELSEWHERE, Stopped
+from ddp_core.observe.step import StepBatch, StepObserver
+from ddp_core.reduction.refusal import DependsOnLayout
+from ddp_core.trainers.passes import WeightUpdate
+from ddp_core.trainers.steps import Steps
+from ddp_core.trainers.strategy import Strategy
+
+
+class Loop:
+    """Trains the state of a strategy to the end of its steps.
+
+    Nothing but the strategy, the update and the observers touches the weights; `ddp_core.trainers.assemble` says in
+    which order the observers are told. Every rank makes the same steps, and meets the same end.
+    """
+
+    def __init__(self, strategy: Strategy, update: WeightUpdate, steps: Steps, observers: StepObserver) -> None:
+        self.strategy, self.update, self.steps, self.observers = strategy, update, steps, observers
+        self._state, self._losses, self._job = strategy.state, strategy.losses, strategy.job
+
+    def fit(self) -> None:
+        """Train from `state.step` to the end. Raises Stopped, UserError, or what the model raised.
+
+        Raises Regroup where this rank leaves its group to let another one in.
+        """
+        state, strategy, observers = self._state, self.strategy, self.observers
+        observers.begin()
+        strategy.clock.restart()  # what ranks have waited for each other until now is no training
+        if not state.is_settled:  # a rank was lost after the update, in a live recovery
+            strategy.seeds.update(state.step - 1)
+            self._settle(strategy.batches.untrained(state.step - 1))
+        end = state.step if self.steps.are_done else self.steps.total
+        # After an error the device may wait for a lost peer. It is freed before anything is closed that may wait for
+        # the device: the stream's thread, and what the caller closes.
+        with (
+            contextlib.closing(strategy.batches.starting_at(state.step, end)) as batches,
+            self._job.collectives.abandoned_on_error(),
+            without_key(),
+        ):
+            for batch in batches:
+                observers.before_step(batch)
+                self._compute_gradients(batch)
+                leaves, reports = self._losses.receive(batch)
+                strategy.seeds.update(batch.step)
+                observers.gradients_done(batch, reports)
+                if all(report.is_finite for report in reports):
+                    self.update.make(batch.step)
+                else:
+                    observers.skipped(batch)
+                state.step += 1
+                state.commit(is_settled=False)
+                observers.after_step(batch)
+                self._settle(batch)
+                if self.steps.are_done:
+                    break
+                if leaves:
+                    self._leave()
+            observers.end()
+        observers.ended()
+
+    def _compute_gradients(self, batch: StepBatch) -> None:
+        try:
+            self.strategy.compute_gradients(batch)
+        except DependsOnLayout as error:
+            raise UserError(f"{self.strategy.where}: {error}") from None
+        except Exception as error:
+            from ddp_core.trainers.torch_errors import note_samples
+
+            note_samples(error, batch)
+            raise
+
+    def _settle(self, batch: StepBatch) -> None:
+        """Do what follows an update."""
+        self.observers.step_done(batch)
+        if self.steps.end_epoch:
+            self.observers.epoch_done(batch)
+        self.observers.settle(batch)
+        if self._job.collectives.world.is_first:
+            self._state.commit()  # what the others have done here leaves no trace: only rank 0 writes
+
+    def _leave(self) -> None:
+        """End the run here, saved by all ranks; or raise Regroup, where they only make room for another one."""
+        stop = self._job.stop
+        if self._job.makes_room is not None and not any(self._job.collectives.gather(stop.requested)):
+            from ddp_core.distributed.membership import Regroup
+
+            raise Regroup
+        self.observers.before_stop()
+        stop.saved()
+        raise Stopped(stop.reason or ASKED_ELSEWHERE, self._state.step)

@@ -1,0 +1,102 @@
+"""What layouts do differently: how the gradients of a step are computed, and what follows from that."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from torch import nn
+
+from ddp_core.base.seeds import MicroBatchSeed, generators_kept
+from ddp_core.model.forward_state import ForwardState
+from ddp_core.observe.step import StepBatch
+from ddp_core.reduction import clip_gradients_, gradient_norm
+from ddp_core.trainers.batches import Batches
+from ddp_core.trainers.clock import StepClock
+from ddp_core.trainers.job import Job
+from ddp_core.trainers.passes import Passes
+from ddp_core.trainers.step_losses import StepLosses
+from ddp_core.trainers.train_state import TrainState
+
+
+class Strategy(ABC):
+    """Computes the gradients of a step on one kind of layout, over the model of `state`.
+
+    `compares_after` says of a number of steps whether what processes have alike is compared then.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        state: TrainState,
+        batches: Batches,
+        passes: Passes,
+        losses: StepLosses,
+        clock: StepClock,
+        compares_after: Callable[[int], bool],
+    ) -> None:
+        self.job, self.state, self.batches, self.passes = job, state, batches, passes
+        self.losses, self.clock, self.compares_after = losses, clock, compares_after
+        self.seeds = MicroBatchSeed(job.experiment.seed, job.device)
+        self.model.train()
+        self.set_up()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself, without what wraps it."""
+        return self.state.model
+
+    @property
+    def where(self) -> str:
+        """Which step this is, and which process, in words."""
+        return f"step {self.state.step + 1}, {self.job.collectives.world.place}"
+
+    @abstractmethod
+    def set_up(self) -> None:
+        """Make what computes and adds up gradients; called once more for each `retrain` of most layouts."""
+
+    @abstractmethod
+    def compute_gradients(self, batch: StepBatch) -> None:
+        """Forward, backward, reduction: leaves the mean gradient over the global batch in every `.grad`."""
+
+    def send_losses(self, batch: StepBatch) -> None:
+        """Send the step's losses, and whether this process was asked to leave.
+
+        Called once per step on every rank, after its last forward and before it waits for another rank.
+        """
+        makes_room = self.job.makes_room is not None and self.job.makes_room()
+        self.losses.send(batch, self.job.stop.requested or makes_room)
+
+    def write_along(self, batch: StepBatch) -> None:
+        """Run the forward of micro-batch 0 in a step that has no micro-batch for this model: it may write to weights.
+
+        One that clamps them would else leave other weights here than elsewhere. Nothing else is left of it.
+        """
+        if not self.job.is_exact or not self.state.ownership.has_whole_weights or self.job.options.cuda_graph:
+            return
+        part = self.batches.cut.parts(batch.samples)[0]
+        before = ForwardState(self.model)
+        with generators_kept(self.job.device):
+            self.seeds(batch.step, part.index)
+            self.passes.loss(self.model, *self.batches.fetch(batch, part))
+        before.put_back()
+
+    def clip_gradients(self, max_norm: float) -> None:
+        """Limit the norm of the gradient; overridden where a rank has a part of it."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if self.job.is_exact:
+            clip_gradients_(parameters, gradient_norm(parameters), max_norm)
+        else:
+            nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def refuse_to_retrain(self, changes: dict[str, bool]) -> None:  # noqa: B027
+        """Raise UserError where what is trained cannot change; overridden where parameters are cut."""
+
+    def retrain(self) -> None:  # noqa: B027
+        """Make anew what depends on which parameters are trained; overridden where something does."""
+
+    def settle_buffers(self) -> None:  # noqa: B027
+        """Make the buffers equal on all ranks; overridden where the reduction does not do so."""
+
+    def close(self) -> None:  # noqa: B027
+        """End threads and drop everything that refers to the process group; does nothing by default."""
