@@ -330,7 +330,7 @@ def data() -> None:
 @data.command("fetch", options=partial(field_options, "data_dir"))
 @click.argument("name")
 def fetch_(name: str, data_dir: str) -> int:
-    """Download the data set NAME, checked and resumable."""
+    """Download the data set NAME, and check it."""
     from ddp_core.data.fetch import fetch_data_set
 
     fetch_data_set(name, Path(data_dir))
