@@ -214,14 +214,8 @@ def verify_(run: Path, as_json: bool, **changes: Any) -> int:
 )
 @click.option("--seed", type=click.IntRange(0), metavar="N", help="Of the draw. [default: drawn now, and told]")
 @click.option("--record-sha256", metavar="SHA256", help="The SHA-256 of run.json that you were given before the draw.")
-@click.option(
-    "--signer",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A public ssh key, or a file of allowed signers; one of them must have signed the run.",
-)
 @_as_json
-def audit_(run: Path, as_json: bool, signer: Path | None, **words: Any) -> int:
+def audit_(run: Path, as_json: bool, **words: Any) -> int:
     """Check RUN in pieces.
 
     A few of its segments, drawn by chance, are trained again from kept checkpoints, on any layout. RUN is finished and
@@ -231,7 +225,7 @@ def audit_(run: Path, as_json: bool, signer: Path | None, **words: Any) -> int:
     _quiet()
     from ddp_core.cli.audit.audit import Report, audit
 
-    return audit(run, signer, Report(as_json), **words)
+    return audit(run, Report(as_json), **words)
 
 
 ddp.add_command(eval_)
@@ -246,14 +240,7 @@ ddp.add_command(eval_)
     type=click.Path(path_type=Path),
     help="Where to write the bundle. [default: EXPERIMENT-RUN.zip, here]",
 )
-@click.option(
-    "--sign",
-    "key",
-    metavar="KEY",
-    type=click.Path(path_type=Path),
-    help="Sign record and weights with this private ssh key (`ddp audit --signer` checks it). [default: not signed]",
-)
-def bundle(run: Path, target: Path | None, key: Path | None) -> int:
+def bundle(run: Path, target: Path | None) -> int:
     """Put the finished RUN into one file, to hand it over.
 
     It holds record, metrics, weights, code and package versions; `ddp verify FILE` trains it again elsewhere. Of a run
@@ -262,7 +249,7 @@ def bundle(run: Path, target: Path | None, key: Path | None) -> int:
     _quiet()
     from ddp_core.cli.bundle import make_bundle
 
-    return make_bundle(run, target, key)
+    return make_bundle(run, target)
 
 
 ddp.add_command(export_)

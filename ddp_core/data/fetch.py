@@ -100,7 +100,7 @@ def _downloaded(archive: Archive, name: str, root: Path) -> Path:
     )
 
 
-def _unpacked(archive: Path) -> Iterator[tuple[Path, IO[bytes]]]:
+def _unpacked(archive: Path) -> Iterator[tuple[Path, IO[bytes] | gzip.GzipFile]]:
     """The files in an archive whose checksum is right, each with the path that it gets."""
     if archive.name.endswith(".tar.gz"):
         with tarfile.open(archive) as packed:
@@ -108,5 +108,5 @@ def _unpacked(archive: Path) -> Iterator[tuple[Path, IO[bytes]]]:
                 if (content := packed.extractfile(member)) is not None:
                     yield archive.parent / member.name, content
     else:
-        with gzip.open(archive) as content:
-            yield archive.with_suffix(""), content
+        with gzip.open(archive) as single:
+            yield archive.with_suffix(""), single

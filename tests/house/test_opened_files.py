@@ -27,7 +27,6 @@ ELSEWHERE = {
     "ddp_core/observe/usage.py": "/proc",
     "ddp_core/record/bundles.py": "members of an archive, and new files in a temporary folder",
     "ddp_core/record/environment.py": "what pip tells of an installed package",
-    "ddp_core/record/signing.py": "a temporary folder of its own, and the file that --signer names",
     "ddp_core/run/repeat.py": "/dev/null, and what processes of ours print into a temporary folder",
     "ddp_core/run/repeater.py": "/dev/null",
     "ddp_core/run/run.py": "the launcher's folder for its workers",
