@@ -38,7 +38,6 @@ Examples:
   ddp train digits                                    # in one process
   ddp train digits --layout dp --nproc-per-node 2     # two replicas in one process
   ddp train digits --layout ddp --set epochs=3        # a process for each GPU, or 2 on the CPU
-  ddp train digits --layout ddp --dry-run             # only say what that would do
   ddp train digits --resume auto                      # go on where it stopped
   ddp train mine.py --layout ddp --nnodes 2 --rdzv-endpoint HOST:29400 --rdzv-id a-new-word
 """
@@ -84,15 +83,9 @@ def _require_known(experiment: str | None) -> None:
 
 
 @ddp.command("train", options=field_options, epilog=_EXAMPLES)
-@click.option(
-    "--dry-run",
-    "is_dry_run",
-    is_flag=True,
-    help="Say what would run, or why nothing can; start nothing, write nothing.",
-)
 @_local_rank
 @click.pass_context
-def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
+def train_(context: click.Context, /, **_: object) -> int:
     """Train EXPERIMENT on a layout.
 
     EXPERIMENT is a name from `ddp list`, or the path of an experiment file of your own. It says what is trained. The
@@ -106,7 +99,7 @@ def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
     stop_with_caller()
     asked = asked_in(context)
     _require_known(None if asked.record else asked.experiment)
-    return carry_out(asked, context.obj, context.meta.get(IS_OWN_PROCESS, False), is_dry_run)
+    return carry_out(asked, context.obj, context.meta.get(IS_OWN_PROCESS, False))
 
 
 @ddp.command("rehearse", options=field_options)
