@@ -27,7 +27,7 @@ from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import package_differences, pins
 from ddp_core.record.guarded import what_broke_it
-from ddp_core.record.weights import WEIGHTS, has_weights, read_weights, require_recorded_weights
+from ddp_core.record.weights import WEIGHTS, read_weights, require_recorded_weights
 
 _INITIAL_WEIGHTS = "init_from"
 """The member with the weights that the run began with, where it has any; its suffix is that of their file."""
@@ -113,13 +113,9 @@ def _initial_weights(record: Mapping[str, Any]) -> dict[str, Content]:
     if (weights := recorded_weights(record)) is None:
         return {}
     file = Path(weights.file)
-    if not has_weights(file) or weights_digest(state := read_weights(file)) != weights.sha256:
+    if not is_file(file) or weights_digest(read_weights(file)) != weights.sha256:
         raise UserError(f"{file}, whose weights the run began with, is gone or has changed: restore it")
-    if is_file(file):
-        return {_INITIAL_WEIGHTS + file.suffix: file}
-    from safetensors.torch import save
-
-    return {f"{_INITIAL_WEIGHTS}.safetensors": save(state)}
+    return {_INITIAL_WEIGHTS + file.suffix: file}
 
 
 def _open(content: Content) -> BufferedReader | BytesIO:
