@@ -10,17 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import get_completion_class
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.cli.click_kinds import (
-    Group,
-    OpenGroup,
-    asked_in,
-    complete_experiment,
-    field_options,
-    offered_command,
-)
+from ddp_core.cli.click_kinds import Group, OpenGroup, asked_in, field_options
 from ddp_core.cli.trained_commands import eval_, export_
 from ddp_core.cli.words import IS_OWN_PROCESS
 from ddp_core.cli.words import as_json as _as_json
@@ -28,9 +20,6 @@ from ddp_core.cli.words import quiet as _quiet
 
 if TYPE_CHECKING:
     from ddp_core.config.layout import DeviceType
-
-COMPLETION_VARIABLE = "_DDP_COMPLETE"
-"""The environment variable by which a shell's script asks `ddp` for completions."""
 
 _EXAMPLES = """
 \b
@@ -249,7 +238,7 @@ ddp.add_command(export_)
 
 
 @ddp.command(options=partial(field_options, "settings", "data_dir"))
-@click.argument("experiment", default="digits", shell_complete=complete_experiment)
+@click.argument("experiment", default="digits")
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
@@ -318,18 +307,9 @@ def fetch_(name: str, data_dir: str) -> int:
 
 
 @ddp.command(options=partial(field_options, "settings", "data_dir"))
-@click.argument("experiment", required=False, shell_complete=complete_experiment)
-@click.option("--probe", is_flag=True, help="Say instead whether this CPU computes the published bits: ddp probe.")
-@click.option("--share", is_flag=True, help="With --probe: print a record of this machine to send back.")
+@click.argument("experiment", required=False)
 @_as_json
-def doctor(
-    experiment: str | None,
-    settings: tuple[str, ...],
-    data_dir: str,
-    probe: bool,
-    share: bool,
-    as_json: bool,
-) -> int:
+def doctor(experiment: str | None, settings: tuple[str, ...], data_dir: str, as_json: bool) -> int:
     """Say what is here: devices, versions, and what would run.
 
     With EXPERIMENT, also the memory that training it needs at least.
@@ -337,11 +317,6 @@ def doctor(
     _require_known(experiment)
     from ddp_core.cli.doctor import diagnose
 
-    if probe or share:
-        if not probe or experiment is not None or settings:
-            raise UserError("doctor: --share goes with --probe, and --probe with no experiment")
-        words = [word for word, is_asked in (("--share", share), ("--json", as_json)) if is_asked]
-        return offered_command("probe")(words)
     return diagnose(experiment, settings, Path(data_dir), as_json)
 
 
@@ -365,19 +340,3 @@ def rendezvous(port: int, bind: str | None, check: str | None) -> int:
     from ddp_core.launch import rendezvous
 
     return rendezvous.check(check) if check else rendezvous.serve(port, bind)
-
-
-@ddp.command("completion")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def completion_(shell: str) -> int:
-    """Print a script that lets a shell complete `ddp`.
-
-    \b
-    bash: eval "$(ddp completion bash)"          in ~/.bashrc
-    zsh:  eval "$(ddp completion zsh)"           in ~/.zshrc
-    fish: ddp completion fish | source           in ~/.config/fish/config.fish
-    """
-    kind = get_completion_class(shell)
-    assert kind is not None
-    click.echo(kind(ddp, {}, "ddp", COMPLETION_VARIABLE).source())
-    return ExitCode.DONE

@@ -39,7 +39,6 @@ COMMANDS = (
     "data",
     "doctor",
     "rendezvous",
-    "completion",
 )
 OFFERED = ("chaos", "claims", "diagnose", "launch-files", "probe", "project", "report")
 EXPERIMENTS = ("digits", "linear_regression", "counter_buffer", "toy_mlp", "resnet18_synthetic", "fashion_mnist")
