@@ -22,7 +22,7 @@ from torch.utils.data import Dataset as TorchDataset
 from ddp_core.base.determinism import one_thread
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import die_with_parent
-from ddp_core.base.refusals import MORE_SHARED_MEMORY, refusal, require_open_files
+from ddp_core.base.refusals import MORE_SHARED_MEMORY, human_bytes, refusal, require_open_files
 from ddp_core.base.torch_internals import end_loader_workers
 from ddp_core.base.user_code import LeftEarly, RaisedElsewhere, told, user_code
 from ddp_core.data.trees import Batch, Tree, map_tensors, tensors_of
@@ -126,8 +126,8 @@ def _require_shared_memory(step_ids: StepIds, make: Callable[[StepIds], object],
     free = shutil.disk_usage(place).free
     if free < needed:
         raise UserError(
-            f"/dev/shm has {free / 2**20:.1f} MiB free, {workers} loader processes need about "
-            f"{needed / 2**20:.1f} MiB: {MORE_SHARED_MEMORY}",
+            f"/dev/shm has {human_bytes(free)} free, {workers} loader processes need about {human_bytes(needed)}: "
+            f"{MORE_SHARED_MEMORY}",
             ExitCode.RESOURCES,
         )
 

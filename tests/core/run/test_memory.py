@@ -95,7 +95,7 @@ def test_a_run_that_cannot_fit_ends_before_it_leaves_a_trace(tmp_path: Path) -> 
 
 
 def test_the_advice_follows_from_what_fits() -> None:
-    assert "leaves 0.1 KiB for activations" in _fits(400, 500)
+    assert "leaves 100 bytes for activations" in _fits(400, 500)
     assert "does not fit: cut it with --shard" in _fits(600, 500)
 
 
