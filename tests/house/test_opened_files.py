@@ -23,7 +23,6 @@ ELSEWHERE = {
     "ddp_core/experiment/file.py": "the experiment's file, known to be one; as text, whose line ends Python unifies",
     "ddp_core/experiment/source.py": "modules that this process has imported",
     "ddp_core/launch/live.py": "the launcher's folder for its workers",
-    "ddp_core/observe/heartbeat.py": "/proc",
     "ddp_core/observe/usage.py": "/proc",
     "ddp_core/record/bundles.py": "members of an archive, and new files in a temporary folder",
     "ddp_core/record/environment.py": "what pip tells of an installed package",
