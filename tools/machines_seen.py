@@ -1,6 +1,6 @@
 """The page of machines that have run the probe, docs/reference/machines-seen.md: `python -m tools.machines_seen`.
 
-    ddp doctor --probe --share > record.json
+    ddp probe --share > record.json
     python -m tools.machines_seen record.json
 
 Adds records that `ddp probe --share` has printed to benchmarks/results/machines-seen.json, and writes the tables anew:

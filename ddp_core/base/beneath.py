@@ -52,7 +52,7 @@ def remove_beneath(path: Path, root: Path | None = None) -> None:
 def make_folder_beneath(path: Path, root: Path | None = None) -> None:
     """Make the folder, unless it is there. Raises as `open_beneath` does."""
     with folder_of(path, root) as folder:
-        with contextlib.suppress(FileExistsError), _naming(path):
+        with contextlib.suppress(FileExistsError), naming(path):
             os.mkdir(path.name, dir_fd=folder)
         os.close(_open(path, _FOLDER, folder))
 
@@ -61,7 +61,7 @@ def make_folder_beneath(path: Path, root: Path | None = None) -> None:
 def folder_of(path: Path, root: Path | None = None) -> Iterator[int]:
     """The descriptor of the folder of `path`, open in the block. Raises as `open_beneath` does."""
     here = path.parent if root is None else root
-    with _naming(here):
+    with naming(here):
         descriptor = os.open(here, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for name in path.parent.relative_to(here).parts:
@@ -106,7 +106,7 @@ def each_line(path: Path) -> Iterator[bytes]:
 def _open(path: Path, flags: int, folder: int) -> int:
     """Open the entry of the folder that `path` names."""
     try:
-        with _naming(path):
+        with naming(path):
             return os.open(path.name, flags, 0o666, dir_fd=folder)
     except OSError:
         with contextlib.suppress(OSError):
@@ -119,7 +119,8 @@ def _open(path: Path, flags: int, folder: int) -> int:
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
+    """A block in which an OSError names this file: that of a write names none, and others the last part of its path."""
     try:
         yield
     except OSError as error:

@@ -14,12 +14,11 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from ddp_core.base.beneath import folder_of, open_beneath, open_file, remove_beneath
+from ddp_core.base.beneath import folder_of, naming, open_beneath, open_file, remove_beneath
 from ddp_core.base.errors import UserError
 
 _POLL_SECONDS = 0.005
@@ -39,16 +38,6 @@ def replace_file(target: Path, content: str | bytes, *, durable: bool = False, r
         new.rename()
     if durable:
         sync(target.parent)
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """A block in which an OSError names this file, which an error of writing to an open file does not by itself."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 class LineFile:

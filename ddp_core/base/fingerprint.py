@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,11 +47,11 @@ def fingerprint(device: torch.device, rules: int | None = None) -> dict[str, Any
             "multiprocessors": properties.multi_processor_count,
             # cuDNN and cuBLAS choose kernels by the memory that they may have.
             "memory_bytes": properties.total_memory,
-            "driver": _driver(),
+            "driver": driver(),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "cublas": _installed("nvidia-cublas", "nvidia-cublas-cu12"),
-            "nccl": _installed("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+            "cublas": installed("nvidia-cublas", "nvidia-cublas-cu12"),
+            "nccl": installed("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
             **cuda_switches(),
         }
     else:
@@ -78,7 +79,7 @@ def cuda_switches() -> dict[str, Any]:
     }
 
 
-def _driver() -> str | None:
+def driver() -> str | None:
     """The version of NVIDIA's driver; None where its library does not tell."""
     import pynvml
 
@@ -89,7 +90,8 @@ def _driver() -> str | None:
         return None
 
 
-def _installed(*names: str) -> str | None:
+@cache
+def installed(*names: str) -> str | None:
     """The version of the first of these packages that is installed."""
     for name in names:
         try:

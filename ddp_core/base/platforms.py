@@ -1,8 +1,10 @@
-"""On which operating systems ddp runs. docs/reference/platforms.md has the whole answer."""
+"""On which operating systems ddp runs, and what differs there. docs/reference/platforms.md has the whole answer."""
 
 from __future__ import annotations
 
+import socket
 import sys
+from pathlib import Path
 
 OPEN_FILES = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 """Where the operating system shows this process's open files by their number."""
@@ -19,3 +21,11 @@ def refused_platform() -> str | None:
             "(`wsl --install`, then as on Linux) or a container"
         )
     return None
+
+
+def boot_id() -> str:
+    """What the processes have in common that share this kernel since it has started; the host's name without Linux."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()

@@ -56,23 +56,18 @@ _ON_CUDA = (
 MORE_SHARED_MEMORY = (
     "give the container more (docker run --shm-size 1g, shm_size: 1gb in compose.yaml, ipc: host), or use --workers 0"
 )
-_DISK_FAILED = "the disk, or the way to it, has failed: the kernel's log (dmesg) tells more; mend it"
-_NO_LOCKS = "its file system has no locks: mount it with them, or give an output directory on another"
-_GONE = "was it removed or renamed meanwhile?"
 MEND_OUTPUT = "choose another with --output DIR, or mend its owner and mode"
 _NOT_YOURS = "give an output directory that this user may write to"
 _TODO = {
-    errno.EIO: _DISK_FAILED,
-    errno.ESHUTDOWN: _DISK_FAILED,
-    errno.ENXIO: _DISK_FAILED,
-    errno.ENODEV: _DISK_FAILED,
-    errno.EUCLEAN: _DISK_FAILED,
-    errno.ESTALE: "the file server has lost it: mount the directory again",
-    errno.EROFS: f"{_NOT_YOURS}; where it could be written before, its disk has failed: see dmesg",
-    errno.ENOLCK: _NO_LOCKS,
-    errno.ENOSYS: _NO_LOCKS,
-    errno.ENOENT: _GONE,
-    errno.ENOTDIR: _GONE,
+    **dict.fromkeys(
+        (errno.EIO, errno.ESHUTDOWN, errno.ENXIO, errno.ENODEV, errno.EUCLEAN, errno.ESTALE),
+        "the disk, or the way to it, has failed: the kernel's log (dmesg) tells more; mend it",
+    ),
+    **dict.fromkeys(
+        (errno.ENOLCK, errno.ENOSYS),
+        "its file system has no locks: mount it with them, or give an output directory on another",
+    ),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "was it removed or renamed meanwhile?"),
 }
 
 
@@ -133,18 +128,14 @@ def _in_words(error: BaseException, number: int, path: Path | None, needed: int,
         case errno.ENOMEM:
             return _out_of_memory(reason if isinstance(error, OSError) else str(error))
         case errno.EAGAIN:
-            limit = _limit(resource.RLIMIT_NPROC)
-            allowed = f"`ulimit -u` allows this user {limit}; " if limit is not None else ""
             return (
-                f"no more processes or threads ({reason}): {allowed}raise that or the container's limit of processes "
-                f"(docker's --pids-limit), or use fewer processes and --workers{_address_space()}"
+                f"no more processes or threads ({reason}): raise `ulimit -u`, or the container's limit of processes "
+                "(docker's --pids-limit), or use fewer processes and --workers"
             )
         case errno.EMFILE:
             return f"too many open files{at} (EMFILE): {_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])}"
         case errno.ENFILE:
-            return (
-                f"too many open files on this machine{at} (ENFILE): raise fs.file-max (sysctl), or end other programs"
-            )
+            return f"too many open files on this machine{at} (ENFILE): raise fs.file-max, or end other programs"
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             if path is None and _SHARED_MEMORY.search(text):
                 return f"{_shared_memory()} ({reason}): {MORE_SHARED_MEMORY}"
@@ -159,23 +150,12 @@ def _out_of_memory(text: str) -> str:
     found = _OUT_OF_MEMORY.search(text)
     line = found[0] if found is not None else text.strip().partition("\n")[0]
     reason = line.partition(". GPU ")[0].removeprefix("DefaultCPUAllocator: ")
-    on_cuda = bool(re.match(r"CUDA|CU[A-Z]+_STATUS", reason))
-    return f"out of memory{f' ({reason})' if reason else ''}; {_ON_CUDA if on_cuda else _ON_CPU + _address_space()}"
-
-
-def _address_space() -> str:
-    limit = _limit(resource.RLIMIT_AS)
-    return "" if limit is None else f"; `ulimit -v` allows a process {human_bytes(limit)} here"
+    on_cuda = re.match(r"CUDA|CU[A-Z]+_STATUS", reason)
+    return f"out of memory{f' ({reason})' if reason else ''}; {_ON_CUDA if on_cuda else _ON_CPU}"
 
 
 def _open_files(limit: int) -> str:
     return f"a process may have {limit} here; raise `ulimit -n` (docker's --ulimit nofile=65536)"
-
-
-def _limit(kind: int) -> int | None:
-    """The limit of this process; None where there is none."""
-    limit = resource.getrlimit(kind)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def require_open_files(world_size: int, workers: int, tensors: int = 0) -> None:
@@ -226,33 +206,23 @@ def _shared_memory() -> str:
 
 
 def _without_room(number: int, path: Path | None, needed: int) -> str:
-    """What has run out where a write found no room: bytes, inodes, reserved blocks, a quota or the size of a file."""
-    at = f" for {path}" if path is not None else ""
+    """What has run out where a write found no room."""
+    name, at = errno.errorcode[number], f" for {path}" if path is not None else ""
     if number == errno.EFBIG:
-        limit = _limit(resource.RLIMIT_FSIZE)
-        has = f"`ulimit -f` allows {human_bytes(limit)}" if limit is not None else "its file system allows no more"
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        has = "its file system allows no more" if limit < 0 else f"`ulimit -f` allows {human_bytes(limit)}"
         return (
-            f"file too large (EFBIG): {f'needs {human_bytes(needed)}, ' if needed else ''}{has}{at}; raise that limit"
+            f"file too large ({name}): {f'needs {human_bytes(needed)}, ' if needed else ''}{has}{at}; raise that limit"
         )
-    usage = None
+    free = None
     if path is not None:
         with contextlib.suppress(OSError):
-            usage = os.statvfs(path if path.is_dir() else path.parent)
-    if path is None or usage is None:
-        return f"disk full ({errno.errorcode[number]}){at}; free some space"
-    free, to_root = usage.f_bavail * usage.f_frsize, usage.f_bfree * usage.f_frsize
-    if number == errno.ENOSPC and usage.f_files and not usage.f_favail:
-        return (
-            f"no inodes are left{at} (ENOSPC), though {human_bytes(free)} are free: its file system may hold "
-            f"{usage.f_files:,} files; remove some, or keep fewer checkpoints"
-        )
+            free = free_bytes(path if path.is_dir() else path.parent)
+    if path is None or free is None:
+        return f"disk full ({name}){at}; free some space"
     if number == errno.ENOSPC and free < (needed or SMALL_ROOM):
-        reserved = (
-            f" ({human_bytes(to_root)} more are reserved for root)" if (to_root := to_root - free) > SMALL_ROOM else ""
-        )
-        return f"{disk_full(path, needed, free)}{reserved}"
-    why = "a quota" if number == errno.EDQUOT else "a quota, reserved blocks, or files that are gone again by now"
+        return str(disk_full(path, needed, free))
     return (
-        f"no room{at} ({errno.errorcode[number]}), though {human_bytes(free)} are free on its file system: {why}; "
-        "remove files of this user, or have the limit raised (`quota -s` shows one)"
+        f"no room{at} ({name}), though {human_bytes(free)} are free on its file system: inodes (`df -i`), a quota "
+        "(`quota -s`) or reserved blocks have run out; remove files, or have the limit raised"
     )

@@ -27,8 +27,7 @@ from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import package_differences, pins
 from ddp_core.record.guarded import what_broke_it
-from ddp_core.record.signing import SIGNATURE, STATEMENT, sign, statement
-from ddp_core.record.weights import WEIGHTS, has_weights, read_weights, require_recorded_weights
+from ddp_core.record.weights import WEIGHTS, read_weights, require_recorded_weights
 
 _INITIAL_WEIGHTS = "init_from"
 """The member with the weights that the run began with, where it has any; its suffix is that of their file."""
@@ -43,10 +42,8 @@ Content = Path | bytes
 """The content of a member: that of a file, or the bytes themselves."""
 
 
-def make_bundle(path: Path, target: Path | None, key: Path | None = None) -> int:
+def make_bundle(path: Path, target: Path | None) -> int:
     """Write the finished run at `path` into the file `target`, and print its digest.
-
-    With `key`, a private ssh key, the bundle holds a signed statement over the run's record and weights.
 
     Raises UserError for a run that is not finished or whose files have changed, (3) for weights that are not those of
     its record, for a target that exists or lies in the run's own directory, and (4) where it cannot be written.
@@ -66,8 +63,7 @@ def make_bundle(path: Path, target: Path | None, key: Path | None = None) -> int
         raise UserError(f"{target} exists; name another file with -o FILE")
     if target.resolve().is_relative_to(path.resolve()):
         raise UserError(f"{target} lies in the run's own directory; name a file elsewhere with -o FILE")
-    signed = {} if key is None else sign(statement(path, record), key)
-    members = _members(path, record, signed)
+    members = _members(path, record)
     try:
         with NewFile(target) as new:
             _write(new.temporary, members)
@@ -83,13 +79,13 @@ def make_bundle(path: Path, target: Path | None, key: Path | None = None) -> int
     return ExitCode.DONE
 
 
-def _members(path: Path, record: Mapping[str, Any], signed: Mapping[str, Content]) -> dict[str, Content]:
-    """What goes into the bundle beside MANIFEST, by name; `signed`: a statement and its signature."""
+def _members(path: Path, record: Mapping[str, Any]) -> dict[str, Content]:
+    """What goes into the bundle beside MANIFEST, by name."""
     files = {name: path / name for name in (*_ALWAYS, *_WHERE_PRESENT) if name in _ALWAYS or is_there(path / name)}
     folder, source = record["source"]["folder"], read_source(path, record["source"])
     files |= {f"{folder}/{place}": path / folder / place for place in source.texts}
     files |= _for_audit(path, record)
-    initial = {**_initial_weights(record), **signed}
+    initial = _initial_weights(record)
     missing = [str(file) for file in files.values() if not is_file(file)]
     if missing:
         raise UserError(f"{missing[0]} is missing, so the run cannot be handed over whole")
@@ -117,13 +113,9 @@ def _initial_weights(record: Mapping[str, Any]) -> dict[str, Content]:
     if (weights := recorded_weights(record)) is None:
         return {}
     file = Path(weights.file)
-    if not has_weights(file) or weights_digest(state := read_weights(file)) != weights.sha256:
+    if not is_file(file) or weights_digest(read_weights(file)) != weights.sha256:
         raise UserError(f"{file}, whose weights the run began with, is gone or has changed: restore it")
-    if is_file(file):
-        return {_INITIAL_WEIGHTS + file.suffix: file}
-    from safetensors.torch import save
-
-    return {f"{_INITIAL_WEIGHTS}.safetensors": save(state)}
+    return {_INITIAL_WEIGHTS + file.suffix: file}
 
 
 def _open(content: Content) -> BufferedReader | BytesIO:
@@ -158,8 +150,6 @@ _DESCRIBED = {
     "log.txt": "what was said on the way",
     "data.json": "the digests of the parts of the data set",
     "checkpoints": "the states with which the segments begin that an audit trains again",
-    STATEMENT: "an in-toto statement over run.json and the weights",
-    SIGNATURE: "its signature, by `ssh-keygen -Y sign`",
     _BROKEN: "what the run's own checks found: why its weights are not promised again",
     PINS: "every installed package, as `pip install -r` takes it",
     MANIFEST: "the SHA-256 of each file here",

@@ -6,7 +6,7 @@ Options are made from the fields of `Asked`, and only when they are needed. A gr
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import CompletionItem
 
 from ddp_core.base.errors import UserError, near_names, nearest_name
 from ddp_core.base.extras import missing
@@ -24,10 +23,6 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
     from ddp_core.config.options import Asked
-
-    # Before click 8.5 the class takes no subscript.
-    Items = list[CompletionItem[str]]
-    """What a shell offers when the user presses the tab key."""
 
 
 class TitledOption(click.Option):
@@ -71,14 +66,10 @@ def _parameter(name: str, field: FieldInfo, default: str | None, title: str | No
     from ddp_core.config.records import choices, command_line, default_text, is_repeated, option_name
 
     if field.is_required():
-        return click.Argument([name], shell_complete=complete_experiment)
+        return click.Argument([name])
     written, values = command_line(field), choices(field)
     usual = default or default_text(field) + (f", or ${written.variable}" if written.variable else "")
     details: dict[str, Any] = {"metavar": written.metavar, "envvar": written.variable, "hidden": written.hidden}
-    if name == "settings":
-        details |= {"shell_complete": complete_setting}
-    elif not values:
-        details |= {"shell_complete": complete_value}
     if isinstance(field.default, bool):
         # The option gives the opposite of the default: --synchronous-save turns asynchronous_save off.
         details |= {"is_flag": True, "flag_value": not field.default}
@@ -107,27 +98,6 @@ def _reader(field: FieldInfo) -> Callable[[Any], Any]:
             raise click.BadParameter(f"{value}: {explain(error)}") from None
 
     return read
-
-
-def complete_experiment(_: click.Context, __: click.Parameter, begun: str) -> Items:
-    """The names of experiments that begin so, else files."""
-    from ddp_core.experiment.file import list_experiments
-
-    found = [entry for entry in list_experiments() if entry.name.startswith(begun)]
-    return [CompletionItem(entry.name, help=entry.question) for entry in found] or [CompletionItem(begun, type="file")]
-
-
-def complete_setting(_: click.Context, __: click.Parameter, begun: str) -> Items:
-    """The settings of every experiment; those of its model and data are not known without running its file."""
-    from ddp_core.config.experiment import common_settings
-
-    return [CompletionItem(f"{name}=") for name in common_settings() if name.startswith(begun)]
-
-
-def complete_value(_: click.Context, option: click.Parameter, begun: str) -> Items:
-    """Folders and files for an option that takes one."""
-    kind = {"DIR": "dir", "FILE": "file", "never|auto|RUN": "dir"}.get(option.metavar or "")
-    return [CompletionItem(begun, type=kind)] if kind else []
 
 
 def meant_by(wrong: str, options: Iterable[str]) -> str | None:
@@ -230,15 +200,6 @@ class _Offered(click.Command):
     def invoke(self, ctx: click.Context) -> int:
         """Call the function; returns its exit code."""
         return int(self._entry.load()(ctx.args))
-
-
-def offered_command(name: str) -> Callable[[Sequence[str]], int]:
-    """The function of a command that the laboratory offers. Raises UserError where it is not installed."""
-    entry = _offered().get(name)
-    if entry is None:
-        raise UserError(missing(f"ddp {name}", "lab", "ddp_lab") or f"ddp {name} is not installed")
-    function: Callable[[Sequence[str]], int] = entry.load()
-    return function
 
 
 @cache

@@ -10,17 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import get_completion_class
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.cli.click_kinds import (
-    Group,
-    OpenGroup,
-    asked_in,
-    complete_experiment,
-    field_options,
-    offered_command,
-)
+from ddp_core.cli.click_kinds import Group, OpenGroup, asked_in, field_options
 from ddp_core.cli.trained_commands import eval_, export_
 from ddp_core.cli.words import IS_OWN_PROCESS
 from ddp_core.cli.words import as_json as _as_json
@@ -29,16 +21,12 @@ from ddp_core.cli.words import quiet as _quiet
 if TYPE_CHECKING:
     from ddp_core.config.layout import DeviceType
 
-COMPLETION_VARIABLE = "_DDP_COMPLETE"
-"""The environment variable by which a shell's script asks `ddp` for completions."""
-
 _EXAMPLES = """
 \b
 Examples:
   ddp train digits                                    # in one process
   ddp train digits --layout dp --nproc-per-node 2     # two replicas in one process
   ddp train digits --layout ddp --set epochs=3        # a process for each GPU, or 2 on the CPU
-  ddp train digits --layout ddp --dry-run             # only say what that would do
   ddp train digits --resume auto                      # go on where it stopped
   ddp train mine.py --layout ddp --nnodes 2 --rdzv-endpoint HOST:29400 --rdzv-id a-new-word
 """
@@ -84,15 +72,9 @@ def _require_known(experiment: str | None) -> None:
 
 
 @ddp.command("train", options=field_options, epilog=_EXAMPLES)
-@click.option(
-    "--dry-run",
-    "is_dry_run",
-    is_flag=True,
-    help="Say what would run, or why nothing can; start nothing, write nothing.",
-)
 @_local_rank
 @click.pass_context
-def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
+def train_(context: click.Context, /, **_: object) -> int:
     """Train EXPERIMENT on a layout.
 
     EXPERIMENT is a name from `ddp list`, or the path of an experiment file of your own. It says what is trained. The
@@ -106,7 +88,7 @@ def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
     stop_with_caller()
     asked = asked_in(context)
     _require_known(None if asked.record else asked.experiment)
-    return carry_out(asked, context.obj, context.meta.get(IS_OWN_PROCESS, False), is_dry_run)
+    return carry_out(asked, context.obj, context.meta.get(IS_OWN_PROCESS, False))
 
 
 @ddp.command("rehearse", options=field_options)
@@ -214,14 +196,8 @@ def verify_(run: Path, as_json: bool, **changes: Any) -> int:
 )
 @click.option("--seed", type=click.IntRange(0), metavar="N", help="Of the draw. [default: drawn now, and told]")
 @click.option("--record-sha256", metavar="SHA256", help="The SHA-256 of run.json that you were given before the draw.")
-@click.option(
-    "--signer",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A public ssh key, or a file of allowed signers; one of them must have signed the run.",
-)
 @_as_json
-def audit_(run: Path, as_json: bool, signer: Path | None, **words: Any) -> int:
+def audit_(run: Path, as_json: bool, **words: Any) -> int:
     """Check RUN in pieces.
 
     A few of its segments, drawn by chance, are trained again from kept checkpoints, on any layout. RUN is finished and
@@ -231,7 +207,7 @@ def audit_(run: Path, as_json: bool, signer: Path | None, **words: Any) -> int:
     _quiet()
     from ddp_core.cli.audit.audit import Report, audit
 
-    return audit(run, signer, Report(as_json), **words)
+    return audit(run, Report(as_json), **words)
 
 
 ddp.add_command(eval_)
@@ -246,14 +222,7 @@ ddp.add_command(eval_)
     type=click.Path(path_type=Path),
     help="Where to write the bundle. [default: EXPERIMENT-RUN.zip, here]",
 )
-@click.option(
-    "--sign",
-    "key",
-    metavar="KEY",
-    type=click.Path(path_type=Path),
-    help="Sign record and weights with this private ssh key (`ddp audit --signer` checks it). [default: not signed]",
-)
-def bundle(run: Path, target: Path | None, key: Path | None) -> int:
+def bundle(run: Path, target: Path | None) -> int:
     """Put the finished RUN into one file, to hand it over.
 
     It holds record, metrics, weights, code and package versions; `ddp verify FILE` trains it again elsewhere. Of a run
@@ -262,14 +231,14 @@ def bundle(run: Path, target: Path | None, key: Path | None) -> int:
     _quiet()
     from ddp_core.cli.bundle import make_bundle
 
-    return make_bundle(run, target, key)
+    return make_bundle(run, target)
 
 
 ddp.add_command(export_)
 
 
 @ddp.command(options=partial(field_options, "settings", "data_dir"))
-@click.argument("experiment", default="digits", shell_complete=complete_experiment)
+@click.argument("experiment", default="digits")
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
@@ -330,7 +299,7 @@ def data() -> None:
 @data.command("fetch", options=partial(field_options, "data_dir"))
 @click.argument("name")
 def fetch_(name: str, data_dir: str) -> int:
-    """Download the data set NAME, checked and resumable."""
+    """Download the data set NAME, and check it."""
     from ddp_core.data.fetch import fetch_data_set
 
     fetch_data_set(name, Path(data_dir))
@@ -338,18 +307,9 @@ def fetch_(name: str, data_dir: str) -> int:
 
 
 @ddp.command(options=partial(field_options, "settings", "data_dir"))
-@click.argument("experiment", required=False, shell_complete=complete_experiment)
-@click.option("--probe", is_flag=True, help="Say instead whether this CPU computes the published bits: ddp probe.")
-@click.option("--share", is_flag=True, help="With --probe: print a record of this machine to send back.")
+@click.argument("experiment", required=False)
 @_as_json
-def doctor(
-    experiment: str | None,
-    settings: tuple[str, ...],
-    data_dir: str,
-    probe: bool,
-    share: bool,
-    as_json: bool,
-) -> int:
+def doctor(experiment: str | None, settings: tuple[str, ...], data_dir: str, as_json: bool) -> int:
     """Say what is here: devices, versions, and what would run.
 
     With EXPERIMENT, also the memory that training it needs at least.
@@ -357,11 +317,6 @@ def doctor(
     _require_known(experiment)
     from ddp_core.cli.doctor import diagnose
 
-    if probe or share:
-        if not probe or experiment is not None or settings:
-            raise UserError("doctor: --share goes with --probe, and --probe with no experiment")
-        words = [word for word, is_asked in (("--share", share), ("--json", as_json)) if is_asked]
-        return offered_command("probe")(words)
     return diagnose(experiment, settings, Path(data_dir), as_json)
 
 
@@ -385,19 +340,3 @@ def rendezvous(port: int, bind: str | None, check: str | None) -> int:
     from ddp_core.launch import rendezvous
 
     return rendezvous.check(check) if check else rendezvous.serve(port, bind)
-
-
-@ddp.command("completion")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def completion_(shell: str) -> int:
-    """Print a script that lets a shell complete `ddp`.
-
-    \b
-    bash: eval "$(ddp completion bash)"          in ~/.bashrc
-    zsh:  eval "$(ddp completion zsh)"           in ~/.zshrc
-    fish: ddp completion fish | source           in ~/.config/fish/config.fish
-    """
-    kind = get_completion_class(shell)
-    assert kind is not None
-    click.echo(kind(ddp, {}, "ddp", COMPLETION_VARIABLE).source())
-    return ExitCode.DONE

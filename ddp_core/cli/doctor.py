@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.refusals import human_bytes
 from ddp_core.distributed.world import World, node_here
 
 _RANKS = (2, 4, 8)
@@ -67,11 +68,11 @@ def _launcher() -> str | None:
 def _describe_machine(found: dict[str, Any]) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)
     print(f"python {found['python']}, {versions}")
-    print(f"cpu     {found['cpu']}, {found['cores']} cores, {found['memory_bytes'] / 2**30:.1f} GiB memory")
+    print(f"cpu     {found['cpu']}, {found['cores']} cores, {human_bytes(found['memory_bytes'])} memory")
     devices = found["cuda_devices"]
     print(f"cuda    {len(devices)} devices" + "".join(f"; {name}" for name in devices))
     if (shared := found["shared_memory_bytes"]) is not None:
-        print(f"shm     {shared / 2**20:.0f} MiB of shared memory (loader processes want 512)")
+        print(f"shm     {human_bytes(shared)} of shared memory (loader processes want 512 MB)")
     if found["launcher"] is not None:
         print(f"launch  {found['launcher']}")
     print("runs here:")
@@ -115,9 +116,9 @@ def _memory(name: str, settings: Sequence[str], data_dir: Path) -> dict[str, Any
 def _describe_memory(memory: dict[str, Any]) -> None:
     print(f"memory  {memory['experiment']}, one replica; activations, which only a training can show, come on top:")
     for part, size in [*memory["parts"].items(), ("at least", memory["least"])]:
-        print(f"  {part:16} {in_units(size)}")
+        print(f"  {part:16} {human_bytes(size)}")
     for count, least in memory["ranks"].items():
-        modes = ", ".join(f"{mode} {in_units(size)}" for mode, size in least.items())
+        modes = ", ".join(f"{mode} {human_bytes(size)}" for mode, size in least.items())
         print(f"  each of {count} ranks, by what is sharded: {modes}")
     for device, there in memory["devices"].items():
         print(f"  {device}: {there['verdict']}")
@@ -126,16 +127,8 @@ def _describe_memory(memory: dict[str, Any]) -> None:
 def _fits(least: int, room: int) -> str:
     """Whether this much fits a device with `room` bytes; if not, what to do."""
     if least <= room:
-        return f"has {in_units(room)}, of which a replica leaves {in_units(room - least)} for activations"
-    return f"has {in_units(room)}, in which a replica does not fit: cut it with --shard, or the model itself"
-
-
-def in_units(size: int) -> str:
-    """Bytes for people: 1.5 GiB, 20.0 MiB, 0.5 KiB."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size / 2**10:.1f} KiB"
+        return f"has {human_bytes(room)}, of which a replica leaves {human_bytes(room - least)} for activations"
+    return f"has {human_bytes(room)}, in which a replica does not fit: cut it with --shard, or the model itself"
 
 
 def _commands(devices: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -10,13 +9,12 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import click
-from click.shell_completion import shell_complete
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import UserError, near_names
 from ddp_core.base.process import leave_first_process, make_patient
 from ddp_core.cli.click_kinds import asked_in, meant_by
-from ddp_core.cli.commands import COMPLETION_VARIABLE, ddp, train_
+from ddp_core.cli.commands import ddp, train_
 from ddp_core.cli.words import IS_OWN_PROCESS
 from ddp_core.distributed.stop import asking_signals, signals_as_before, stops_at_once
 from ddp_core.distributed.world import World
@@ -36,13 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     goes_on = arguments is not None and not World.is_set()
     heard = [*asking_signals(), *([] if goes_on else [signal.SIGINT])] if words[:1] == ["train"] else []
     try:
-        with signals_as_before() if goes_on else nullcontext(), stops_at_once(*heard, prints=World.may_print()):
-            if COMPLETION_VARIABLE in os.environ:
-                return int(shell_complete(ddp, {}, "ddp", COMPLETION_VARIABLE, os.environ[COMPLETION_VARIABLE]))
+        with (
+            signals_as_before() if goes_on else nullcontext(),
+            stops_at_once(*heard, prints=World.may_print()),
             # click's own `main` is not used: it handles Ctrl-C, a closed pipe and EOFError in its own way.
-            with ddp.make_context("ddp", words, obj=words) as context:
-                context.meta[IS_OWN_PROCESS] = not goes_on
-                return int(ddp.invoke(context))
+            ddp.make_context("ddp", words, obj=words) as context,
+        ):
+            context.meta[IS_OWN_PROCESS] = not goes_on
+            return int(ddp.invoke(context))
     except click.exceptions.Exit as ended:
         return ended.exit_code
     except ModuleNotFoundError as missing:

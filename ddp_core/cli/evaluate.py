@@ -28,19 +28,16 @@ def evaluate(
     words: Sequence[str],
     is_own_process: bool,
     at: At | None = None,
-    data: str | None = None,
     settings: Sequence[str] = (),
     as_json: bool = False,
     **layout: Any,
 ) -> int:
     """Evaluate the weights of a run, a checkpoint of one, or a bundle, and print the figures; returns the exit code.
 
-    `at`: which weights; None: those that the run ended with, else its newest. `data`: another data set for the
-    experiment's, as the setting `data.name`. `layout`: those options of `ddp train` that say where it runs and where
-    the data are. Raises UserError.
+    `at`: which weights; None: those that the run ended with, else its newest. `layout`: those options of
+    `ddp train` that say where it runs and where the data are. Raises UserError.
     """
-    changed = (*(() if data is None else (f"data.name={data}",)), *settings)
-    for setting in changed:
+    for setting in settings:
         if setting.partition("=")[0].partition(".")[0].strip() not in _CHANGEABLE:
             raise UserError(
                 f"--set {setting}: it would be other weights; ddp eval changes data and evaluation alone, such as "
@@ -50,7 +47,7 @@ def evaluate(
         record = place.run.read()
         if "source" not in record:
             raise UserError(f"{named} was recorded by an earlier version of ddp, which did not keep the code")
-        asked = _asked(place, record, changed, {name: value for name, value in layout.items() if value is not None})
+        asked = _asked(place, record, settings, {name: value for name, value in layout.items() if value is not None})
         return carry_out(asked, words, is_own_process, evaluated=lambda: _evaluated(named, place, at, as_json))
 
 

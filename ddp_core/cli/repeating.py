@@ -22,7 +22,7 @@ from ddp_core.record.data import digest_data, recorded_digest
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import describe_code, recorded_numerics
 from ddp_core.record.guarded import broken_promise
-from ddp_core.record.weights import has_weights, read_weights
+from ddp_core.record.weights import read_weights
 
 
 class Different(Exception):
@@ -147,10 +147,8 @@ def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> Path
     weights = recorded_weights(record)
     if weights is None:
         return None
-    # A bundle holds what lay in a folder as one safetensors file.
-    suffix = Path(weights.file).suffix or ".safetensors"
-    places = [Path(weights.file), directory.path / f"init_from{suffix}"]
-    file = next((place for place in places if has_weights(place)), None)
+    places = [Path(weights.file), directory.path / f"init_from{Path(weights.file).suffix}"]
+    file = next((place for place in places if is_file(place)), None)
     if file is None:
         raise Different(f"different start: {weights.file} is gone, whose weights the run began with")
     if weights_digest(read_weights(file)) != weights.sha256:

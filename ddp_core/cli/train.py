@@ -33,11 +33,10 @@ def carry_out(
     asked: Asked,
     words: Sequence[str],
     is_own_process: bool,
-    is_dry_run: bool = False,
     evaluated: Callable[[], Evaluated] | None = None,
     is_rehearsal: bool = False,
 ) -> int:
-    """Train as asked, or for a dry run say what that would do, or only rehearse it; returns the exit code.
+    """Train as asked, or only rehearse it; returns the exit code.
 
     `words`: the command line without `ddp`. `is_own_process`: whether this process ends with the command.
     `evaluated`: called once torch may be loaded; the weights that it names are evaluated, and nothing is trained.
@@ -60,10 +59,6 @@ def carry_out(
     if evaluated is not None:
         request = replace(request, evaluated=evaluated())
     numerics.start_anew_unless(request.options.numerics)
-    if is_dry_run:
-        from ddp_core.cli.dry_run import dry_run
-
-        return dry_run(request)
     if is_rehearsal:
         from ddp_core.cli.rehearse import rehearse
 

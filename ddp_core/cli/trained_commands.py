@@ -39,9 +39,6 @@ def _options_of_eval() -> list[click.Parameter]:
 @click.command("eval", cls=Command, options=_options_of_eval)
 @click.argument("run", metavar="RUN|CHECKPOINT|BUNDLE", type=click.Path(path_type=Path))
 @_at("those it ended with, else its newest checkpoint")
-@click.option(
-    "--data", metavar="NAME", help="Another data set of the experiment's file or of ddp, as --set data.name=NAME."
-)
 @as_json
 @click.pass_context
 def eval_(context: click.Context, /, run: Path, **changes: Any) -> int:

@@ -19,9 +19,10 @@ from ddp_core.base.beneath import open_file
 from ddp_core.base.documents import BadDocument, parse_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_there
+from ddp_core.base.platforms import boot_id
 from ddp_core.base.shown import shown, shown_in
 from ddp_core.distributed.processes import state_of
-from ddp_core.observe.heartbeat import Beat, boot_id, read_heartbeats
+from ddp_core.observe.heartbeat import Beat, read_heartbeats
 from ddp_core.observe.metrics import MetricsRecord, duration_text, readable
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
 from ddp_core.record.early import how_it_ended

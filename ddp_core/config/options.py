@@ -69,11 +69,11 @@ class ExperimentOptions(Frozen):
         default=False, description="Continue a run although the code of the experiment or its modules was edited since."
     )
     init_from: Annotated[
-        str | None, CommandLine(metavar="RUN|FILE|DIR"), ByDefault("random weights, drawn from the seed")
+        str | None, CommandLine(metavar="RUN|FILE"), ByDefault("random weights, drawn from the seed")
     ] = Field(
         default=None,
-        description="Start from the weights of a run (final, else of the newest checkpoint), of a .safetensors or "
-        "torch.save file, or of a folder of torch.distributed.checkpoint.",
+        description="Start from the weights of a run (final, else of the newest checkpoint), or of a .safetensors or "
+        "torch.save file.",
     )
     fork: Annotated[str | None, CommandLine(metavar="RUN"), ByDefault("none")] = Field(
         default=None,

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset as TorchDataset
 from ddp_core.base.determinism import one_thread
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import die_with_parent
-from ddp_core.base.refusals import MORE_SHARED_MEMORY, refusal, require_open_files
+from ddp_core.base.refusals import MORE_SHARED_MEMORY, human_bytes, refusal, require_open_files
 from ddp_core.base.torch_internals import end_loader_workers
 from ddp_core.base.user_code import LeftEarly, RaisedElsewhere, told, user_code
 from ddp_core.data.trees import Batch, Tree, map_tensors, tensors_of
@@ -126,8 +126,8 @@ def _require_shared_memory(step_ids: StepIds, make: Callable[[StepIds], object],
     free = shutil.disk_usage(place).free
     if free < needed:
         raise UserError(
-            f"/dev/shm has {free / 2**20:.1f} MiB free, {workers} loader processes need about "
-            f"{needed / 2**20:.1f} MiB: {MORE_SHARED_MEMORY}",
+            f"/dev/shm has {human_bytes(free)} free, {workers} loader processes need about {human_bytes(needed)}: "
+            f"{MORE_SHARED_MEMORY}",
             ExitCode.RESOURCES,
         )
 
@@ -238,8 +238,7 @@ def brought_ahead(
     `gather` gives the micro-batches of a step, and `finish` makes one of them ready on the device. Copies and `finish`
     run on a stream of their own. When a step is yielded, the current stream waits for it on the device; the host does
     not. Where a step is larger than LARGEST_STEP, for example because it has many micro-batches, each micro-batch is
-    copied and finished when it is taken. How large `finish` makes a micro-batch, for example by decoding files, is
-    known from those before: the first step may lie ahead although it is larger.
+    copied and finished when it is taken.
 
     Memory is reused only when nothing reads it any more. Pinned memory comes from torch's allocator, which keeps a
     block until the copies from it are done (ATen/core/CachingHostAllocator.h: `record_event`, called by
@@ -248,18 +247,13 @@ def brought_ahead(
     """
     side = torch.cuda.Stream(device)
 
-    largest = 0
-
     def moved(micro_batch: Tree) -> Batch:
-        nonlocal largest
-        finished = finish(map_tensors(lambda tensor: tensor.to(device, non_blocking=True), micro_batch))
-        largest = max(largest, _bytes_of(finished))
-        return finished
+        return finish(map_tensors(lambda tensor: tensor.to(device, non_blocking=True), micro_batch))
 
     def bring(asked: tuple[Item, torch.cuda.Event]) -> tuple[Sequence[Batch], torch.cuda.Event]:
         item, trained = asked
         host: list[Tree] = map_tensors(Tensor.pin_memory, list(gather(item)))
-        if max(_bytes_of(host), len(host) * largest) > LARGEST_STEP:
+        if _bytes_of(host) > LARGEST_STEP:
             return OnDemand(host, moved), trained
         # The host may issue many steps before the device has done one. Without this wait, the inputs of all of them
         # would lie in the device's memory.

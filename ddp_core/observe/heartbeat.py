@@ -30,6 +30,7 @@ from ddp_core.base.beneath import make_folder_beneath, remove_beneath
 from ddp_core.base.documents import BadDocument, Count, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file
+from ddp_core.base.platforms import boot_id
 from ddp_core.base.shown import shown_in
 from ddp_core.distributed.processes import state_of
 from ddp_core.distributed.world import World
@@ -130,14 +131,6 @@ class Heartbeat(StepObserver):
             "mean_seconds": fmean(values[: max(1, len(values) * 19 // 20)]),
             "p95_seconds": quantiles(values, n=20)[-1],
         }
-
-
-def boot_id() -> str:
-    """What the processes have in common that share this kernel since it has started; the host's name without Linux."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def _moment(sequence: int) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, TypedDict
 import psutil
 import torch
 
-from ddp_core.base.platforms import RSS_UNIT
+from ddp_core.base.platforms import RSS_UNIT, boot_id
 
 _DISTURBED_SHARE = 0.1
 _FIRST_STEPS = 2
@@ -108,7 +107,7 @@ class Usage:
             "device_free_bytes": torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else None,
             "cpu_utilisation": (time.process_time() - self._processor) / seconds,
             "gpu_utilisation": fmean(self._shares) if self._shares else None,
-            "machine": _machine(),
+            "machine": boot_id(),
             "machine_cores_busy": (machine_seconds - self._machine_seconds) / seconds,
             "own_cores_busy": (own_seconds - self._own_seconds) / seconds,
         }
@@ -141,14 +140,6 @@ def disturbance(record: Mapping[str, Any]) -> str | None:
     if not isinstance(cores, int) or not isinstance(others, float) or others < _DISTURBED_SHARE * cores:
         return None
     return f"other programs kept {others:.1f} of {cores} core{'s' if cores > 1 else ''} busy"
-
-
-def _machine() -> str:
-    """The boot id of the machine's kernel, which containers share; where it cannot be read, the host's name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def _processor_seconds() -> tuple[float, float]:

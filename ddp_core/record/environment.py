@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.fingerprint import cpu_model, driver, installed
 from ddp_core.base.refusals import is_lack, refused
 from ddp_core.base.shown import shown
 from ddp_core.config.experiment import Experiment
@@ -92,8 +93,6 @@ def describe_environment() -> dict[str, Any]:
     import psutil
     import torch
 
-    from ddp_core.base.fingerprint import cpu_model
-
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -101,7 +100,7 @@ def describe_environment() -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": psutil.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: installed(name) for name in _PACKAGES},
         "code": describe_code(),
         "image": os.environ.get("DDP_IMAGE_VERSION"),
         "variables": {
@@ -111,10 +110,9 @@ def describe_environment() -> dict[str, Any]:
         },
     }
     if torch.cuda.is_available():
-        drivers = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")  # a line per device
         facts["cuda"] = {
             "runtime": torch.version.cuda,
-            "driver": drivers.partition("\n")[0] if drivers else None,
+            "driver": driver(),
             "devices": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
         }
     return facts
@@ -126,7 +124,7 @@ def describe_code() -> dict[str, Any]:
 
     As they were at the first call: the process goes on with the code that it has loaded.
     """
-    facts: dict[str, Any] = {"version": _version("samebits")}
+    facts: dict[str, Any] = {"version": installed("samebits")}
     if "DDP_GIT_COMMIT" in os.environ:
         said = os.environ.get("DDP_GIT_DIRTY")
         return facts | {
@@ -144,7 +142,7 @@ def version_line() -> str:
     code = describe_code()
     changed = ", changed since" if code["dirty"] else ""
     commit = f" (commit {code['commit'][:12]}{changed})" if code["commit"] else ""
-    return f"ddp {code['version']}{commit}, torch {_version('torch')}, Python {platform.python_version()}"
+    return f"ddp {code['version']}{commit}, torch {installed('torch')}, Python {platform.python_version()}"
 
 
 def pins(environment: Mapping[str, Any]) -> str:
@@ -195,14 +193,6 @@ def _installed() -> tuple[dict[str, str], set[str]]:
 
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-@cache
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _output_of(*command: str) -> str | None:

@@ -14,7 +14,7 @@ from ddp_core.base.files import is_there
 from ddp_core.base.torch_internals import plain_name
 from ddp_core.checkpoint import difference, newest_valid
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.weights import WEIGHTS, is_dcp, read_weights, require_recorded_weights
+from ddp_core.record.weights import WEIGHTS, read_weights, require_recorded_weights
 
 _WRAPPED = "module."
 """How names begin where DistributedDataParallel's state dict was saved instead of the model's."""
@@ -37,13 +37,13 @@ class InitialWeights:
 
 
 def find_weights(given: str) -> InitialWeights:
-    """The weights of a file, of a folder of torch.distributed.checkpoint, or of a run: its final or newest ones.
+    """The weights of a file, or of a run: its final or newest ones.
 
     Raises UserError where there are no weights, or the file holds more than tensors; and (3) where those of a finished
     run are not the ones that it ended with.
     """
     path = Path(given)
-    if path.is_dir() and not is_dcp(path):
+    if path.is_dir():
         run, final = RunDirectory(path), path / WEIGHTS
         record = run.read()
         is_finished = record["status"] == "completed"

@@ -1,4 +1,4 @@
-"""The figures of runs that differ in their seed alone: mean, standard deviation, and an interval of the mean."""
+"""The figures of runs that differ in their seed alone: mean and standard deviation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from ddp_core.config.experiment import UNTRAINED
 from ddp_core.config.records import dotted
 
 _NAMES = ("train_loss", "test_", "ema_test_")
-_COVERAGE = 0.95
 _NO_FAMILY = ("seed", UNTRAINED)
 """Settings in which runs of one family may differ."""
 
@@ -26,25 +25,15 @@ class Figure(NamedTuple):
     mean: float
     deviation: float
     """The standard deviation of a single run (with n - 1)."""
-    low: float
-    high: float
-    """The interval that holds the mean of all seeds with a probability of 95 %, by Student's t."""
 
     @property
     def words(self) -> str:
         """`0.9912 ± 0.0012 (5)`: mean, standard deviation with two digits, and the number of seeds."""
-        return f"{self._written(self.mean)} ± {self._written(self.deviation)} ({self.runs})"
-
-    @property
-    def interval(self) -> str:
-        """`0.9897 to 0.9927`."""
-        return f"{self._written(self.low)} to {self._written(self.high)}"
-
-    def _written(self, value: float) -> str:
-        """The value with as many digits as the standard deviation makes worth reading."""
         if self.deviation == 0 or not math.isfinite(self.deviation):
-            return f"{value:.4g}"
-        return f"{value:.{max(0, 1 - math.floor(math.log10(self.deviation)))}f}"
+            form = ".4g"
+        else:
+            form = f".{max(0, 1 - math.floor(math.log10(self.deviation)))}f"
+        return f"{self.mean:{form}} ± {self.deviation:{form}} ({self.runs})"
 
 
 class OverSeeds(NamedTuple):
@@ -56,11 +45,11 @@ class OverSeeds(NamedTuple):
     """How many completed runs were trained from something else than these, or with other numerics."""
 
     def table(self, name: str) -> str:
-        """A line for each figure: mean ± standard deviation (n), and the interval of the mean."""
+        """A line for each figure: mean ± standard deviation (n)."""
         seeds = ", ".join(map(str, self.seeds))
-        head = f"{name} over the seeds {seeds}: mean ± standard deviation (n), 95 % interval of the mean{self.others}"
+        head = f"{name} over the seeds {seeds}: mean ± standard deviation (n){self.others}"
         width = max((len(figure.name) for figure in self.figures), default=0)
-        rows = [f"{each.name.replace('_', ' '):{width}}  {each.words}  {each.interval}" for each in self.figures]
+        rows = [f"{each.name.replace('_', ' '):{width}}  {each.words}" for each in self.figures]
         return "\n".join([head, *rows, ""])
 
     @property
@@ -117,35 +106,8 @@ def over_seeds(records: Iterable[Mapping[str, Any]]) -> OverSeeds | None:
     names = dict.fromkeys(name for result in by_seed.values() for name in result if name.startswith(_NAMES))
     figures = []
     for name in names:
-        values = [result.get(name) for result in by_seed.values()]
-        if all(isinstance(value, int | float) and math.isfinite(value) for value in values):
-            figures.append(_figure(name, [float(value) for value in values if value is not None]))
+        found = [result.get(name) for result in by_seed.values()]
+        values = [value for value in found if isinstance(value, int | float) and math.isfinite(value)]
+        if len(values) == len(found):
+            figures.append(Figure(name, len(values), statistics.fmean(values), statistics.stdev(values)))
     return OverSeeds(sorted(by_seed), figures, runs.total() - runs[most])
-
-
-def _figure(name: str, values: list[float]) -> Figure:
-    count, mean, deviation = len(values), statistics.fmean(values), statistics.stdev(values)
-    half = students_t(count - 1) * deviation / math.sqrt(count)
-    return Figure(name, count, mean, deviation, mean - half, mean + half)
-
-
-def students_t(degrees: int) -> float:
-    """The bound within which 95 % of Student's t with so many degrees of freedom lie, on both sides of 0.
-
-    For t = √degrees · tan(angle) the share within is a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4), which
-    grows with the angle; so halving finds the bound to the last digits.
-    """
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        angle = (low + high) / 2
-        low, high = (angle, high) if _share_within(angle, degrees) < _COVERAGE else (low, angle)
-    return math.sqrt(degrees) * math.tan(low)
-
-
-def _share_within(angle: float, degrees: int) -> float:
-    odd = degrees % 2
-    term, total = math.cos(angle) if odd else 1.0, 0.0
-    for power in range(2 + odd, degrees + 1, 2):
-        total += term
-        term *= math.cos(angle) ** 2 * (power - 1) / power
-    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total

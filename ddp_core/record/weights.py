@@ -23,38 +23,21 @@ _NESTED = ("model", "state_dict")
 in Lightning."""
 
 
-def is_dcp(path: Path) -> bool:
-    """Whether this is a folder that torch.distributed.checkpoint has written."""
-    return is_file(path / ".metadata")
-
-
-def has_weights(path: Path) -> bool:
-    """Whether a file is there, or a folder of torch.distributed.checkpoint."""
-    return is_file(path) or is_dcp(path)
-
-
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file or folder with weights, by name.
+    """The tensors of a file of safetensors, of a state dict that torch.save wrote, or of a checkpoint, by name.
 
-    It is a .safetensors file, a state dict that torch.save wrote, a checkpoint in parts, or a folder of
-    torch.distributed.checkpoint. Raises UserError where it cannot be read, or holds something else.
+    Raises UserError where it cannot be read, or holds something else.
     """
-    if is_there(path) and not has_weights(path):
+    if is_there(path) and not is_file(path):
         raise UserError(f"weights file {path} cannot be read: it is no file")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(path)
-        state: Any
-        if is_dcp(path):
-            from ddp_core.record.dcp import read_dcp  # loads much of torch.distributed
-
-            state = read_dcp(path, _NESTED)
-        elif is_part(path):
-            state = load(read_checkpoint(path))
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+        state: Any = (
+            load(read_checkpoint(path)) if is_part(path) else torch.load(path, map_location="cpu", weights_only=True)
+        )
     except UserError:
         raise
     except OSError as error:
@@ -63,15 +46,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         reason = str(error).strip().partition("\n")[0].partition(". ")[0]
         raise UserError(
             f"{path} holds no weights ({type(error).__name__}: {reason}); "
-            "a .safetensors file, a state dict saved with torch.save, or a folder of torch.distributed.checkpoint is "
-            "needed"
+            "a .safetensors file, or a state dict saved with torch.save, is needed"
         ) from None
     for key in _NESTED:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
     if not isinstance(state, Mapping) or not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise UserError(f"{path} is no state dict: a mapping of names to tensors was expected")
-    if is_file(path) and not is_part(path) and (name := oversized(state, path.stat().st_size)) is not None:
+    if not is_part(path) and (name := oversized(state, path.stat().st_size)) is not None:
         raise UserError(f"{path} holds no weights: {shown(name)} is larger than the file, as it was expanded")
     return dict(state)
 

@@ -190,9 +190,7 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_in_one_line(tmp_pat
     file = tmp_path / "whole_matrices.py"
     file.write_text(NOT_ELEMENTWISE)
     words = [file, "--layout", "ddp", "--shard", "optimizer", "--device", "cpu", "--output", tmp_path / "outputs"]
-    dry, ended = ddp("train", *words, "--dry-run"), ddp("train", *words)
-    for each in (dry, ended):
-        assert each.code == 2, each.errors
-        assert "Adafactor" in each.errors
-        assert "Traceback" not in each.errors
-    assert dry.errors == ended.errors
+    ended = ddp("train", *words)
+    assert ended.code == 2, ended.errors
+    assert "Adafactor" in ended.errors
+    assert "Traceback" not in ended.errors

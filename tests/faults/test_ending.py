@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddp_core.base.platforms import boot_id
 from ddp_core.distributed.processes import await_processes, end_processes, state_of
 from ddp_core.distributed.world import World
-from ddp_core.observe.heartbeat import boot_id, name_lost_peer, renew_heartbeat
+from ddp_core.observe.heartbeat import name_lost_peer, renew_heartbeat
 from ddp_core.observe.lost_peers import short_message
 from tests.support.commands import wait_until
 from tests.support.processes import HANG

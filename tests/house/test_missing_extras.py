@@ -37,6 +37,18 @@ BLOCK = "import os, sys\nsys.modules.update(dict.fromkeys(os.environ['DDP_TEST_B
 WALK = """
 import contextlib, importlib, io, json
 from pathlib import Path
+
+from ddp_core.base.ending import said_by
+
+@said_by("ddp")
+def main(words):
+    from ddp_core.cli.click_kinds import asked_in
+    from ddp_core.cli.commands import ddp
+    from ddp_core.cli.prepare import check_request, prepare
+    with ddp.commands["train"].make_context("train", words) as context:
+        check_request(prepare(asked_in(context), "ddp train"), only_look=True)
+    return 0
+
 for module, words in json.loads(Path("calls.json").read_text()):
     said = io.StringIO()
     words = [str(next(Path("outputs/mine").iterdir())) if word == "RUN" else word for word in words]
@@ -97,17 +109,14 @@ def commands(inside: click.Group, *path: str) -> Iterator[list[str]]:
             yield from commands(each, *path, name)
 
 
-DDP, CLUSTER = "ddp_core.cli", "ddp_lab.cluster.__main__"
+DDP, CLUSTER, LOOK = "ddp_core.cli", "ddp_lab.cluster.__main__", "__main__"
 ROOMS = sorted(f"ddp_lab.{door.parent.name}.__main__" for door in (ROOT / "ddp_lab").glob("*/__main__.py"))
 OFFERED = [[name] for name in LAB["entry-points"]["ddp.commands"]]
 HELPS = [
     *((DDP, [*words, "--help"]) for words in [[], *commands(group), *OFFERED]),
     *((room, ["--help"]) for room in ROOMS),
 ]
-OPTIONS = [
-    (DDP, ["train", *Asked(**{"experiment": "mine.py", name: value}).to_words(), "--dry-run"])
-    for name, value in VALUES.items()
-]
+OPTIONS = [(LOOK, Asked(**{"experiment": "mine.py", name: value}).to_words()) for name, value in VALUES.items()]
 WORK = [
     (DDP, ["train", "mine.py", "--device", "cpu", "--output", "outputs"]),
     (DDP, ["compare"]),
@@ -118,7 +127,7 @@ WORK = [
     ("ddp_lab.kubernetes.__main__", ["mine.py"]),
 ]
 NEED = [
-    *(("digits", (DDP, words)) for words in (["train", "digits", "--dry-run"], ["rehearse", "digits"])),
+    *(("digits", (DDP, [word, "digits"])) for word in ("train", "rehearse")),
     ("yaml", (DDP, ["chaos", "--backend", "local"])),
     ("yaml", (CLUSTER, ["check", "ddp-cpu"])),
     *((name, (DDP, ["train", "mine.py", "--log-to", name])) for name in ("tensorboard", "wandb")),

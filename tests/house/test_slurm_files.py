@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from ddp_core.cli.prepare import check_request, prepare
 from tests.cluster import slurm
-from tests.support.commands import ROOT, ddp
+from tests.core.cli.asking import understood
+from tests.support.commands import ROOT
 
 FOLDER = ROOT / "launch" / "slurm"
 LIVE = FOLDER / "live.sbatch"
@@ -126,9 +128,8 @@ def test_a_task_of_an_array_without_a_line_trains_nothing(tmp_path: Path, task: 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.txt")), ids=lambda file: file.stem)
 def test_the_lines_for_arrays_are_words_of_ddp_train(file: Path, tmp_path: Path) -> None:
     for line in file.read_text().splitlines():
-        words = ["--device", "cpu", "--layout", "ddp", "--output", tmp_path, *line.split()]
-        ended = ddp("train", "digits", "--dry-run", *words)
-        assert ended.code == 0, ended.errors
+        words = ["--device", "cpu", "--layout", "ddp", "--output", str(tmp_path), *line.split()]
+        check_request(prepare(understood("digits", *words), "ddp train"))
 
 
 def test_a_test_on_a_real_slurm_runs_each_command_of_the_page() -> None:

@@ -23,7 +23,6 @@ from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import package_differences
 from ddp_core.record.guarded import what_broke_it
 from ddp_core.record.run_json import RecordedKept, RecordedRun
-from ddp_core.record.signing import BadSignature, require_signed
 from ddp_core.record.weights import exchanged_weights
 
 AUDIT_FORMAT = "ddp-audit/1"
@@ -52,10 +51,10 @@ class Report:
         return code
 
 
-def audit(named: Path, signer: Path | None, report: Report, **words: Any) -> int:
-    """Audit a run directory or a bundle as `audit_run` does; with `signer`, only if one of that file has signed it."""
+def audit(named: Path, report: Report, **words: Any) -> int:
+    """Audit a run directory or a bundle as `audit_run` does."""
     if not named.is_file():
-        return _audit_signed(named, signer, report, **words)
+        return audit_run(named, report=report, **words)
     with TemporaryDirectory(prefix="ddp-bundle-") as folder:
         try:
             unpacked = unpack_bundle(named, Path(folder))
@@ -64,17 +63,7 @@ def audit(named: Path, signer: Path | None, report: Report, **words: Any) -> int
         report.say("bundle", f"{unpacked.files} files, each as MANIFEST says")
         report.say("packages", package_differences(unpacked.pins, unpacked.record["environment"]))
         report.say("code", "this runs the code in the bundle")
-        return _audit_signed(Path(folder), signer, report, **words)
-
-
-def _audit_signed(path: Path, signer: Path | None, report: Report, **words: Any) -> int:
-    if signer is not None:
-        try:
-            who = require_signed(path, RunDirectory(path).read(), signer)
-        except BadSignature as error:
-            return report.end(f"different signer: {error}. Nothing was trained.", DIFFERENT)
-        report.say("signed", f"by {who}, over run.json and the weights", signer=who)
-    return audit_run(path, report=report, **words)
+        return audit_run(Path(folder), report=report, **words)
 
 
 def audit_run(

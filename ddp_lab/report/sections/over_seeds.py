@@ -8,17 +8,13 @@ from ddp_lab.report.values import Cell, Column, Table, figure
 
 
 def seeds_table(family: Family) -> Table | None:
-    """Return a row for each figure: mean, standard deviation and the interval of the mean; None without two seeds."""
+    """Return a row for each figure: mean and standard deviation; None without two seeds."""
     found = over_seeds(run.record for run in family.runs)
     if found is None:
         return None
     columns = [
         Column("over seeds"),
         Column("mean ± standard deviation (n)", True, f"of the seeds {', '.join(map(str, found.seeds))}{found.others}"),
-        Column("95 % interval of the mean", True, "by Student's t"),
     ]
-    rows = [
-        [Cell(each.name.replace("_", " ")), figure(each.mean, each.words), figure(each.low, each.interval)]
-        for each in found.figures
-    ]
+    rows = [[Cell(each.name.replace("_", " ")), figure(each.mean, each.words)] for each in found.figures]
     return Table(columns, rows)

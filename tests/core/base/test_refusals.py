@@ -56,9 +56,9 @@ def test_a_full_disk_is_said_with_what_is_needed_and_what_is_there() -> None:
     assert str(disk_full(Path("here"), 0, 20)).startswith("disk full: has 20 bytes for here; ")
 
 
-def usage(free: int = 100 * MIB, reserved: int = 0, files: int = 50) -> SimpleNamespace:
-    """What statvfs says of a disk with so many bytes that are free, and reserved for root, and free inodes."""
-    return SimpleNamespace(f_bavail=free, f_bfree=free + reserved, f_frsize=1, f_files=1000, f_favail=files)
+def usage(free: int = 100 * MIB) -> SimpleNamespace:
+    """What statvfs says of a disk with so many bytes that are free."""
+    return SimpleNamespace(f_bavail=free, f_frsize=1)
 
 
 @pytest.mark.parametrize(
@@ -66,31 +66,9 @@ def usage(free: int = 100 * MIB, reserved: int = 0, files: int = 50) -> SimpleNa
     [
         (errno.ENOSPC, 3000, usage(2000), "disk full: needs 3.0 kB, has 2.0 kB for here; free some space"),
         (errno.ENOSPC, 0, usage(2000), "disk full: has 2.0 kB for here; free some space"),
-        (
-            errno.ENOSPC,
-            0,
-            usage(0, reserved=5 * MIB),
-            r"disk full: has 0 bytes .* \(5.2 MB more are reserved for root\)$",
-        ),
-        (
-            errno.ENOSPC,
-            0,
-            usage(files=0),
-            "no inodes are left for here .ENOSPC., though 104.9 MB are free: .* 1,000 files",
-        ),
-        (
-            errno.ENOSPC,
-            0,
-            usage(),
-            "no room for here .ENOSPC., though 104.9 MB are free on .*: a quota, reserved blocks",
-        ),
-        (errno.ENOSPC, 3000, usage(5000), "no room for here .ENOSPC., though 5.0 kB are free on .*: a quota"),
-        (
-            errno.EDQUOT,
-            3000,
-            usage(2000),
-            "no room for here .EDQUOT., though 2.0 kB are free on its file system: a quota;",
-        ),
+        (errno.ENOSPC, 0, usage(), "no room for here .ENOSPC., though 104.9 MB are free on .*: inodes .*, a quota"),
+        (errno.ENOSPC, 3000, usage(5000), "no room for here .ENOSPC., though 5.0 kB are free on .*, a quota"),
+        (errno.EDQUOT, 3000, usage(2000), "no room for here .EDQUOT., though 2.0 kB are free on .*, a quota"),
         (errno.EDQUOT, 0, None, "disk full .EDQUOT. for here; free some space"),
     ],
 )
@@ -120,7 +98,7 @@ def test_the_last_inode_of_a_real_disk_is_told_from_the_last_byte(tmp_path: Path
             (small / str(os.statvfs(small).f_favail)).touch()
         with pytest.raises(OSError, match="No space left") as raised:
             (small / "more").touch()
-        assert str(refused(raised.value)).startswith(f"no inodes are left for {small}/")
+        assert str(refused(raised.value)).startswith(f"no room for {small}/")
 
 
 @pytest.mark.parametrize(("limit", "has"), [(2000, "`ulimit -f` allows 2.0 kB"), (resource.RLIM_INFINITY, "its file")])
@@ -259,18 +237,8 @@ def _run() -> None:
             1000,
             "too many open files for /dev/null (EMFILE): a process may have 1000",
         ),
-        (
-            _fork,
-            resource.RLIMIT_NPROC,
-            0,
-            "no more processes or threads (Resource temporarily unavailable): `ulimit -u`",
-        ),
-        (
-            _run,
-            resource.RLIMIT_NPROC,
-            0,
-            "no more processes or threads (Resource temporarily unavailable): `ulimit -u`",
-        ),
+        (_fork, resource.RLIMIT_NPROC, 0, "no more processes or threads (Resource temporarily unavailable): raise"),
+        (_run, resource.RLIMIT_NPROC, 0, "no more processes or threads (Resource temporarily unavailable): raise"),
         (
             _thread,
             resource.RLIMIT_NPROC,
@@ -296,7 +264,6 @@ def test_a_limit_of_the_system_is_met_and_named(
     lacks, line = found
     assert lacks, line
     assert line.startswith(said)
-    assert ("`ulimit -v` allows" in line) == (limit == resource.RLIMIT_AS)
 
 
 def _require(soft: int, hard: int, workers: int) -> tuple[int, str | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,20 +202,10 @@ def test_draws_are_even_and_the_formula_is_that_of_drawing_without_putting_back(
     assert len(drawn(segments, 9, 1, "record")) == 6
 
 
-@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="OpenSSH's client is not installed")
-def test_a_signed_bundle_is_audited_elsewhere(run: Path, tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
-    assert ddp("bundle", run, "-o", tmp_path / "signed.zip", "--sign", key).code == 0
-    assert ddp("bundle", run, "-o", tmp_path / "plain.zip").code == 0
-    with ZipFile(tmp_path / "plain.zip") as archive:
+def test_a_bundle_is_audited_elsewhere(run: Path, tmp_path: Path) -> None:
+    assert ddp("bundle", run, "-o", tmp_path / "run.zip").code == 0
+    with ZipFile(tmp_path / "run.zip") as archive:
         kept = sorted(name for name in archive.namelist() if name.endswith(".pt"))
     assert kept == [f"checkpoints/step-{step:09d}.pt" for step in ENDS[:-1]]
-    ended = audit(tmp_path / "signed.zip", "--signer", key.with_suffix(".pub"), "--segments", 1, "--seed", 2)
+    ended = audit(tmp_path / "run.zip", "--segments", 1, "--seed", 2)
     assert ended.code == 0, ended.output + ended.errors
-    assert "by the key given, over run.json and the weights" in ended.output
-    ended = audit(tmp_path / "plain.zip", "--signer", key.with_suffix(".pub"))
-    assert ended.code == 1, ended.output + ended.errors
-    assert ended.output.endswith(
-        "different signer: it is not signed (it has no statement.json.sig). Nothing was trained.\n"
-    )

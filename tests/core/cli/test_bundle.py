@@ -11,7 +11,6 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from ddp_core.base.errors import ExitCode, UserError
@@ -97,14 +96,9 @@ def test_a_bundle_is_verified_where_nothing_else_is(packed: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["a file", "a folder"])
-def test_initial_weights_go_along(run: Path, packed: Path, tmp_path: Path, form: str) -> None:
+def test_initial_weights_go_along(run: Path, packed: Path, tmp_path: Path) -> None:
     file = write_project(tmp_path / "project")
     weights = Path(shutil.copy(run / "model.safetensors", tmp_path / "first.safetensors"))
-    if form == "a folder":
-        folder = tmp_path / "first"
-        dcp.save({"model": load_file(weights)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-        weights = folder
     train(tmp_path / "out", file, "--init-from", weights)
     assert make_bundle(trained(tmp_path / "out")[0].path, tmp_path / "b.zip") == 0
     weights.rename(tmp_path / "away")

@@ -79,7 +79,7 @@ def test_other_data_and_settings_of_evaluation_only(run: Run) -> None:
     refused = ddp("eval", run.path, "--set", "optimizer.lr=1")
     assert refused.code == 2
     assert "ddp eval changes data and evaluation alone" in refused.errors
-    refused = ddp("eval", run.path, "--data", "digit")
+    refused = ddp("eval", run.path, "--set", "data.name=digit")
     assert refused.code == 2
     assert "did you mean digits?" in refused.errors
 

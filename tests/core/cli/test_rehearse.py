@@ -11,6 +11,7 @@ from ddp_core.cli.prepare import load_with_settings
 from ddp_core.cli.rehearse import _layouts
 from ddp_core.config.layout import SHARD_MODES, Layout
 from ddp_core.run.rehearsal import fitting
+from tests.core.cli.asking import said
 from tests.support.commands import Ended, ddp
 
 FILE = '''"""Is {what} found before a long run?"""
@@ -54,6 +55,34 @@ def written(folder: Path, what: str, **parts: object) -> Path:
 
 def rehearsed(file: Path | str, *words: object, timeout: float = 300) -> Ended:
     return ddp("rehearse", file, "--device", "cpu", *words, timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["toy_mpl"], 2),
+        (["toy_mlp", "--set", "lr=1"], 2),
+        (["toy_mlp", "--set", "global_batch_size=64"], 2),
+        (["toy_mlp", "--layout", "ddp", "--nproc-per-node", "9"], 2),
+        (["toy_mlp", "--stop-signal", "USR9"], 2),
+        (["toy_mlp", "--profile", "soon"], 2),
+        (["toy_mlp", "--layout", "ddp", "--nnodes", "2"], 2),
+        (["toy_mlp", "--shard", "optimizer"], 2),
+        (["toy_mlp", "--layout", "ddp", "--shard", "optimizer", "--reduction", "plain"], 2),
+        (["fashion_mnist", "--data-dir", "no-data"], 2),
+        (["toy_mlp", "--output", "FILE"], 4),
+        (["toy_mlp", "--output", "FILE/deeper"], 4),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_what_would_fail_fails_with_the_words_of_the_run_and_leaves_nothing(
+    tmp_path: Path, words: list[str], code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").touch()
+    alone = said(capsys, "rehearse", *words, "--device", "cpu", code=code)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "FILE"]
+    assert said(capsys, "train", *words, "--device", "cpu", code=code) == alone
 
 
 def tried(ended: Ended) -> dict[str, list[str]]:

@@ -20,10 +20,10 @@ import pytest
 from rich.console import Console
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.platforms import boot_id
 from ddp_core.cli import watch as command
 from ddp_core.cli.watch import _END_BYTES, WatchedRun, _look, table, watch_runs
 from ddp_core.config.layout import Layout
-from ddp_core.observe.heartbeat import boot_id
 from ddp_core.observe.metrics import MetricsWriter
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.lock import RunLock

@@ -35,7 +35,6 @@ from tests.core.cli.asking import said
         (["--versoin"], ["--versoin", "did you mean --version?"]),
         (["caims"], ["caims", "did you mean claims?"]),
         (["compare", "--jsno"], ["--jsno", "did you mean --json?"]),
-        (["completion", "tcsh"], ["tcsh", "'bash', 'zsh', 'fish'"]),
         (["verify", "run", "--device", "gpu"], ["--device", "gpu", "cuda"]),
         (["health", "--within", "soon"], ["--within", "soon", "float"]),
         (["data", "fetch"], ["NAME", "ddp data fetch --help"]),

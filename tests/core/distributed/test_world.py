@@ -136,7 +136,6 @@ def test_few_modules_touch_the_environment() -> None:
     """All other modules get values as arguments, so that one process can do two things that need different values."""
     may = {
         "cli/words.py": "keeps libraries quiet, before they are imported",
-        "cli/entry.py": "hears that a shell asks for completions",
         "base/ending.py": "asks whether the terminal can clear a line",
         "base/fingerprint.py": "notes what decides which kernels a library picks",
         "base/determinism.py": "asks cuBLAS for deterministic kernels; sets the number of threads for workers, too",

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.platforms import boot_id
 from ddp_core.distributed.world import World
 from ddp_core.observe import heartbeat
 from ddp_core.observe.heartbeat import (
     Heartbeat,
-    boot_id,
     check_health,
     name_lost_peer,
     read_heartbeats,

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_core.base.errors import ExitCode
+from ddp_core.base.platforms import boot_id
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.observe import lost_peers
-from ddp_core.observe.heartbeat import boot_id
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost, short_message
 
 

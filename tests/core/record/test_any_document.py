@@ -204,9 +204,6 @@ COMMANDS: dict[str, list[Read]] = {
     "toy_mlp/run/run.json": [
         command("bundle", "RUN", "-o", "OUT/new.zip"),
         command("verify", "RUN"),
-        command("train", "toy_mlp", "--device", "cpu", "--output", "OUT", "--resume", "auto", "--dry-run"),
-        command("train", "toy_mlp", "--device", "cpu", "--output", "OUT", "--resume", "RUN", "--dry-run"),
-        command("train", "toy_mlp", "--device", "cpu", "--output", "OUT", "--init-from", "RUN", "--dry-run"),
     ],
     "b.zip": [command("verify", "OUT/b.zip")],
 }

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file, save_model
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import UserError
@@ -131,50 +129,11 @@ def test_a_record_gives_them_back() -> None:
     assert InitialWeights(**weights.to_json()) == weights
 
 
-@pytest.mark.parametrize("form", ["flat", "model", "nested"])
-def test_a_folder_of_torch_distributed_checkpoint(tmp_path: Path, form: str) -> None:
+def test_torchs_own_converter_makes_such_a_file_of_a_folder(tmp_path: Path) -> None:
+    """As docs/how-to/use-what-was-trained.md says."""
     trained, fresh = model(), model()
-    state = trained.state_dict()
-    others = {"optimizer": {"state": {0: {"step": torch.ones(1)}}}, "step": 3}
-    forms = {"flat": state, "model": {"model": state, **others}, "nested": {"model": {"state_dict": state}, **others}}
-    dcp.save(forms[form], storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
-    found = find_weights(str(tmp_path))
-    assert (found.file, found.sha256) == (str(tmp_path), weights_digest(state))
-    put_weights(fresh, found)
+    state = {"model": trained.state_dict(), "step": 3}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "folder"), no_dist=True)
+    dcp_to_torch_save(tmp_path / "folder", tmp_path / "file.pt")
+    put_weights(fresh, find_weights(str(tmp_path / "file.pt")))
     assert same(trained, fresh)
-
-
-class _AsksForMore:
-    """A pickle that asks a permitted class for something else than a member of an enumeration."""
-
-    def __reduce__(self) -> Any:
-        return getattr, (Metadata, "__init__")
-
-
-class _Runs:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (Path("it-was-run"),))
-
-
-def test_a_folder_whose_metadata_names_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    dcp.save({"a": torch.ones(1)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
-    content = pickle.loads((tmp_path / ".metadata").read_bytes())
-    content.planner_data = _Runs()
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
-    with pytest.raises(UserError, match=r"holds no weights .*, which is no part of a checkpoint"):
-        find_weights(str(tmp_path))
-    assert not Path("it-was-run").exists()
-    content.planner_data = _AsksForMore()
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
-    with pytest.raises(UserError, match=r"holds no weights .* asks .*Metadata.* for __init__"):
-        find_weights(str(tmp_path))
-    content.planner_data = {}
-    for each in content.storage_data.values():
-        each.relative_path = "../elsewhere.distcp"
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
-    with pytest.raises(UserError, match="names a file outside of its folder"):
-        find_weights(str(tmp_path))
-    (tmp_path / ".metadata").write_bytes(b"damaged")
-    with pytest.raises(UserError, match="holds no weights"):
-        find_weights(str(tmp_path))

@@ -1,4 +1,4 @@
-"""`ddp doctor --probe --share`: what is in a machine's record, and the page that is made of such records."""
+"""`ddp probe --share`: what is in a machine's record, and the page that is made of such records."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], dict[str, st
 
 
 def shared(capsys: pytest.CaptureFixture[str], expected: int = 0) -> dict[str, Any]:
-    assert main(["doctor", "--probe", "--share"]) == expected
+    assert main(["probe", "--share"]) == expected
     record: dict[str, Any] = json.loads(capsys.readouterr().out)
     return record
 
@@ -80,12 +80,6 @@ def test_what_is_told_of_a_cpu(tmp_path: Path) -> None:
     assert (told["is_virtual"], told["has"]) == (True, ["avx2", "fma", "avx512f"])
     nothing = machine_here(tmp_path / "missing")
     assert (nothing["family"], nothing["has"], nothing["is_virtual"]) == (None, [], False)
-
-
-@pytest.mark.parametrize("words", [["--share"], ["--probe", "toy_mlp"], ["--probe", "--set", "epochs=1"]], ids=str)
-def test_words_that_do_not_go_together(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *words]) == 2
-    assert "--share goes with --probe" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("found")
