@@ -6,9 +6,9 @@ The files are noise of low frequency, 500 x 375, some 40 kB each, and are in the
 RandomResizedCrop, flip, ToTensor, Normalize, a shuffling DataLoader with pinned memory, the loss read at every step; in
 float32 as torch has it (convolutions in TF32, which the record says), and under bf16 autocast with channels_last. The
 number of its workers is the one with which its loader alone was the fastest before. Ours is the command on the same
-files: decoded by Pillow in as many workers, and by nvJPEG, with none. Contenders take turns, each turn is a process of
-its own; ratios are to the script in the same precision, and to the faster of both. Decoding is the ceiling: the record
-has the images per second of the script's loader alone.
+files, in as many workers. Contenders take turns, each turn is a process of its own; ratios are to the script in the
+same precision, and to the faster of both. Decoding is the ceiling: the record has the images per second of the script's
+loader alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ LOADER = "the script's loader alone"
 _LONGEST_TURN = 300.0
 GOALS = {"in the same precision": 2.5, "over all": 5.0}
 PRECISIONS = {"fp32": [], "bf16": ["precision=bf16", "memory_format=channels_last"]}
-DECODERS = {"pillow": [], "nvjpeg": ["data.decoder=nvjpeg"]}
 EXPERIMENT = """
 from ddp_core import Component, Experiment, Optimizer
 
@@ -137,10 +136,9 @@ def script_alone(*arguments: Any) -> float:
         return float(found.read_text())
 
 
-def ours(folder: Path, workers: int, precision: str, decoder: str, device: str) -> float:
+def ours(folder: Path, workers: int, precision: str, device: str) -> float:
     """Images per second of the command."""
-    chosen = [*PRECISIONS[precision], *DECODERS[decoder]]
-    settings = [word for setting in chosen for word in ("--set", setting)]
+    settings = [word for setting in PRECISIONS[precision] for word in ("--set", setting)]
     with tempfile.TemporaryDirectory(prefix="ddp-gpu-files-") as output:
         place = ["--output", output, "--data-dir", str(folder), "--device", device, "--workers", str(workers)]
         _run(["train", str(folder / "resnet18_files.py"), *place, *settings], Path(output), ranks.ddp)
@@ -184,29 +182,27 @@ def measure(folder: Path, size: Size, rounds: int) -> Iterator[tuple[str, dict[s
         for count in counts
     }
     workers = max(tried, key=lambda count: tried[count])
-    # A CPU has no nvJPEG.
-    decoders = {"pillow": workers, "nvjpeg": 0} if on_gpu else {"pillow": workers}
     turns: dict[str, list[float]] = {}
     for _ in range(rounds):
-        for name, take in _contenders(folder, decoders, size).items():
+        for name, take in _contenders(folder, workers, size).items():
             turns.setdefault(name, []).append(take())
             yield name, _results(turns) | {"workers": workers, "loader_by_workers": tried}
 
 
-def _contenders(folder: Path, decoders: Mapping[str, int], size: Size) -> dict[str, Callable[[], float]]:
-    """A turn of each, by its name: images per second. `decoders`: with how many workers ours decodes."""
-    photos, workers = str(folder / "photos"), decoders["pillow"]
+def _contenders(folder: Path, workers: int, size: Size) -> dict[str, Callable[[], float]]:
+    """A turn of each, by its name: images per second."""
+    photos = str(folder / "photos")
 
     def of_script(precision: str) -> Callable[[], float]:
         return lambda: script_alone(photos, workers, precision, size.image, size.batch, size.steps, size.device)
 
-    def of_ours(precision: str, decoder: str) -> Callable[[], float]:
-        return lambda: ours(folder, decoders[decoder], precision, decoder, size.device)
+    def of_ours(precision: str) -> Callable[[], float]:
+        return lambda: ours(folder, workers, precision, size.device)
 
     found = {LOADER: of_script("")}
     for precision in PRECISIONS:
         found[f"script, {precision}"] = of_script(precision)
-        found |= {f"ddp train, {precision}, {decoder}": of_ours(precision, decoder) for decoder in decoders}
+        found[f"ddp train, {precision}, pillow"] = of_ours(precision)
     return found
 
 

@@ -161,12 +161,6 @@ def _numerics(found: Any) -> str:
     return ", ".join(f"{row['what']} {row['ratio']:.2f}" for row in found)
 
 
-def _threads(found: Any) -> str:
-    whole = [row["what"] for row in found if row["kept"] == row["tried"]]
-    others = [f"{row['what']} {row['kept']} of {row['tried']}" for row in found if row["kept"] < row["tried"]]
-    return f"every shape kept its bits: {', '.join(whole)}; not every one: {', '.join(others)}"
-
-
 def _nodes(found: Any) -> str:
     rates = dict.fromkeys(row["mbit_per_second"] for row in found)
     shapes = dict.fromkeys(f"{row['nodes']} x {row['ranks_per_node']}" for row in found)
@@ -175,10 +169,6 @@ def _nodes(found: Any) -> str:
         ratios = (row["ratios"]["two levels"] for row in found if row["mbit_per_second"] == rate)
         parts.append(f"{_listed(ratios)} {f'at {rate} Mbit/s' if rate else 'unshaped'}")
     return f"two levels at {', '.join(shapes)}: {'; '.join(parts)}"
-
-
-def _train_on_nodes(found: Any) -> str:
-    return f"2 nodes of {found.get('nproc_per_node', 2)} ranks, {found.get('rate', 100)} Mbit/s: {found['ratio']:.2f}"
 
 
 def _startup(found: Any) -> str:
@@ -208,18 +198,6 @@ def _trainer_step(found: Any) -> str:
     return f"{'. '.join(parts)}. [In parts](#a-step-in-parts)"
 
 
-def _scaling(found: Any) -> str:
-    speeds = (
-        f"{row['speed_up']:.2f}x at a global batch of {row['global_batch_size']} (two unconnected processes "
-        f"{row['two_alone']:.2f}x)"
-        for row in found
-    )
-    return (
-        f"with torchvision's stem {', '.join(speeds)}. With the stem for small images a step is some ten times as much "
-        "work: [C02](../docs/reference/claims/c02.md) measures that"
-    )
-
-
 def _guard(found: Any) -> str:
     return (
         "; ".join(
@@ -236,11 +214,6 @@ def _whole_run(_: Any) -> str:
         f"exact {said(exact_digits(ACCUMULATING))} of a script that accumulates the same micro-batches, "
         f"{said(exact_digits(SCRIPT))} of one that takes each batch whole: [in phases](#whole-runs)"
     )
-
-
-def _order_invariant(found: Any) -> str:
-    ways = ", ".join(f"{row['way']} {row['ratio']:.1f}" for row in found["sums"] if row["way"] != "all_reduce")
-    return f"time of all_reduce's: {ways}; [table](../docs/reference/cost-of-exactness.md#sums-that-need-no-order)"
 
 
 def _adapters(found: Any) -> str:
@@ -276,15 +249,11 @@ SAYS: dict[str, Callable[[Any], str]] = {
     "fully_sharded": _fully_sharded,
     "shard_memory": _shard_memory,
     "numerics": _numerics,
-    "threads": _threads,
     "nodes": _nodes,
-    "train_on_nodes": _train_on_nodes,
     "startup": _startup,
     "trainer_step": _trainer_step,
-    "scaling": _scaling,
     "guard": _guard,
     "whole_run": _whole_run,
-    "order_invariant": _order_invariant,
     "adapters": _adapters,
     "exact_end_to_end": _exact_end_to_end,
 }

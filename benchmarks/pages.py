@@ -13,10 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import goals, tables
-from benchmarks.compared import said
+from benchmarks import tables
 from benchmarks.last_figures import last_figures
-from benchmarks.record import results_of
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
@@ -32,14 +30,9 @@ class Contents:
     """Patterns with one group, the figure; a space stands for any, since lines are wrapped."""
 
 
-def _on_nodes() -> str:
-    return said(results_of("train_on_nodes")["ratio"])
-
-
 PAGES: dict[Path, Contents] = {
     BENCHMARKS: Contents(
         {
-            "| benchmark | figure |": goals.table,
             "| step, of the bare loop's |": tables.steps_in_parts,
             "| case |": tables.whole_runs,
             "| | asynchronous save |": tables.saving,
@@ -53,9 +46,7 @@ PAGES: dict[Path, Contents] = {
             f"| parts: nodes {tables.TIMES} ranks |": tables.parts_across_nodes,
             "| micro-batches per rank | 1 |": tables.copies_of_gradients,
             "| micro-batches per rank | contiguous": tables.strided_shares,
-            "| sum | sent per rank |": tables.sums,
-        },
-        {r"2 × 2 ranks takes (\S+) times as long": _on_nodes},  # noqa: RUF001
+        }
     ),
     ROOT / "docs" / "how-to" / "shard-the-optimizer.md": Contents(
         {"| `--shard` | a step, of one with |": tables.steps_of_shards, "| a rank of |": tables.memory_of_shards}

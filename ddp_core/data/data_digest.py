@@ -111,10 +111,8 @@ def _item_digest(dataset: Dataset, index: int) -> str:
         return f"raises {type(error).__name__}"
 
 
-def digest_files(files: Sequence[Path], made_by: str = "", budget: int = MOST_BYTES) -> DataDigest:
-    """The digest over the contents of files and, if it is given, over what makes samples of them, `made_by`.
-
-    The files are read by several threads. Raises UserError (4) for an unreadable one.
+def digest_files(files: Sequence[Path], budget: int = MOST_BYTES) -> DataDigest:
+    """The digest over the contents of files, read by several threads. Raises UserError (4) for an unreadable one.
 
     A file is named by its path below the folder that all of them have in common. Where all files together have more
     bytes than the budget, a keyed sample of them is read, and the others count with their sizes.
@@ -129,8 +127,6 @@ def digest_files(files: Sequence[Path], made_by: str = "", budget: int = MOST_BY
         path.relative_to(root).as_posix(): digests.get(number, f"{size} bytes")
         for number, (path, size) in enumerate(zip(paths, sizes, strict=True))
     }
-    if made_by:
-        parts["(made by)"] = made_by
     count = f"{len(paths)} file{'' if len(paths) == 1 else 's'}"
     rest = "" if len(read) == len(paths) else f": the content of {len(read)} and the sizes of the others"
     return _of_parts(count + rest, parts, sampled=bool(rest))

@@ -1,7 +1,6 @@
 """Photographs in folders, one folder per class: decoded where they are loaded, cropped and mirrored by a sample's key.
 
-The bits of a decoded JPEG file depend on Pillow and the libjpeg in it; `run.json` names Pillow's version. A GPU that
-trains can decode them, too, by nvJPEG, whose pixels are others (`ddp_core.data.nvjpeg`).
+The bits of a decoded JPEG file depend on Pillow and the libjpeg in it; `run.json` names Pillow's version.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +17,9 @@ from torch import Tensor
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data.augment import crop_and_flip
-from ddp_core.data.nvjpeg import WAY_OUT, Encoded, decoded, read_jpeg
 from ddp_core.data.splits import Splits, Staged, Standardise, stratified
 from ddp_core.sampler import Ids
 
-Decoder = Literal["pillow", "nvjpeg"]
 ENDINGS = (".jpg", ".jpeg", ".png")
 _WIDE = ("I", "F")
 """How the modes of Pillow begin whose values `convert("RGB")` would cut off at 255, as those of a 16-bit PNG file."""
@@ -35,7 +32,6 @@ def image_folder(
     image_size: int = 224,
     test_share: float = 0.1,
     augment: bool = True,
-    decoder: Decoder = "pillow",
 ) -> Splits:
     """JPEG and PNG files below `root/folder`: inputs float32 [3, image_size, image_size], targets 0, 1, … by class.
 
@@ -44,12 +40,10 @@ def image_folder(
     are numbered in the sequence of their names. An image is cut to a square around its middle and resized (bilinear,
     with antialiasing) to a side an eighth larger than `image_size`, of which the middle is used; with `augment`,
     training uses a random part of it, half of the time mirrored. Values are standardised with ImageNet's means and
-    deviations, as is usual. With the decoder "nvjpeg", the GPU that trains decodes and resizes; files are JPEG then.
+    deviations, as is usual.
 
     Raises UserError where folders or files are missing, and during training for a file that cannot be decoded.
     """
-    if decoder not in get_args(Decoder):
-        raise UserError(f"data image_folder: decoder {decoder!r} must be {' or '.join(get_args(Decoder))}")
     place = root / folder
     if not place.is_dir():
         raise UserError(
@@ -71,20 +65,14 @@ def image_folder(
         chosen = stratified(np.array([label for _, label in train]), test_share)
         train, test = ([file for file, out in zip(train, chosen, strict=True) if out == half] for half in (False, True))
     count, stored = len(train), image_size + image_size // 8
-    if decoder == "nvjpeg" and (other := [path for path, _ in (*train, *test) if path.lower().endswith(".png")]):
-        raise UserError(
-            f"data image_folder: {other[0]} is no JPEG file, and nvJPEG decodes no other; convert it, {WAY_OUT}"
-        )
-    files = ImageFiles if decoder == "pillow" else FilesForTheDevice
     names = np.array([os.fsencode(path) for path, _ in (*train, *test)])
     labels = np.array([label for _, label in (*train, *test)])
     return Splits(
-        train=files(Paths(names[:count]), labels[:count], stored, stored if augment else image_size),
-        test=files(Paths(names[count:]), labels[count:], stored, image_size) if test else None,
+        train=ImageFiles(Paths(names[:count]), labels[:count], stored, stored if augment else image_size),
+        test=ImageFiles(Paths(names[count:]), labels[count:], stored, image_size) if test else None,
         classes=len(classes),
         augmentation=crop_and_flip(image_size) if augment else None,
         files=Paths(names),
-        made_by="" if decoder == "pillow" else decoder,
     )
 
 
@@ -136,25 +124,6 @@ class ImageFiles(Staged[tuple[Tensor, int]]):
 
     def _pixels(self, index: int) -> Tensor:
         return _decoded(self.paths[index], self.stored)[:, self.middle, self.middle]
-
-
-class FilesForTheDevice(ImageFiles):
-    """Image files that are decoded on the GPU: of a micro-batch, the host only reads the files."""
-
-    device_type = "cuda"
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.finish(self.gather([index])[0])[0], int(self.labels[index])
-
-    def gather(self, ids: Ids | Sequence[int], pin_memory: bool = False) -> tuple[Any, Tensor]:
-        """The files' contents, and the labels."""
-        paths = [self.paths[index] for index in ids]
-        return Encoded(paths, [read_jpeg(path) for path in paths]), self._labels(ids)
-
-    def finish(self, inputs: Any) -> Tensor:
-        """The images decoded and standardised, float32 on the current device."""
-        pixels = decoded(inputs, self.stored)[:, :, self.middle, self.middle]
-        return self._standardise(pixels.contiguous())
 
 
 def _decoded(path: Path, side: int) -> Tensor:

@@ -76,11 +76,6 @@ class Loader:
         getitems = getattr(type(dataset), "__getitems__", None)
         if isinstance(dataset, Staged) and getitems in (None, InMemory.__getitems__) and collate is None:
             self._stored, self._finish_inputs = dataset.gather, dataset.finish
-            if dataset.device_type not in (None, device.type):
-                raise UserError(
-                    f"data set {type(dataset).__name__}: its samples are finished on a {dataset.device_type} device, "
-                    f"and this run is on {device.type}: --device {dataset.device_type}, or another decoder"
-                )
         # An augmentation that runs on the host needs finished inputs, so that nothing is left to the device.
         self._device_has_part = augmentation is None or augmentation.on_device
         # Worker processes cannot pin memory, which is the CUDA driver's business.

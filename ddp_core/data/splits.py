@@ -55,9 +55,9 @@ class Splits:
 
     `classes` is None for regression. `augmentation` is for training samples only. `digest` is a SHA-256 of the
     content, the same on every rank; it is written to the run's record. Where it is empty, `files`, the files that hold
-    the data, are digested by content, together with `made_by`, what makes samples of them where there are several ways;
-    where no files are given either, a sample of the items is digested. `collate` puts the samples of a micro-batch
-    together, where torch's default cannot; a `collate` in the experiment file replaces it.
+    the data, are digested by content; where no files are given either, a sample of the items is digested. `collate`
+    puts the samples of a micro-batch together, where torch's default cannot; a `collate` in the experiment file
+    replaces it.
     """
 
     train: Dataset
@@ -67,7 +67,6 @@ class Splits:
     digest: str = ""
     files: Sequence[Path] = ()
     collate: Collate | None = None
-    made_by: str = ""
     most: int | None = None
     """At most so many samples are trained in an epoch; None for all, as in every run but one in miniature."""
 
@@ -122,11 +121,8 @@ class Staged(TorchDataset[Sample], ABC):
     """A data set that fetches a micro-batch as it is stored, and finishes it on the device that trains.
 
     Images stored as bytes then travel to a GPU as bytes, a quarter of their float32, and the host only copies rows.
-    Subclasses have `__len__` and `__getitem__`, too, which gives one finished sample. With a `device_type`, samples can
-    be finished on devices of that type alone.
+    Subclasses have `__len__` and `__getitem__`, too, which gives one finished sample.
     """
-
-    device_type: str | None = None
 
     @abstractmethod
     def gather(self, ids: Ids | Sequence[int], pin_memory: bool = False) -> tuple[Any, Any]:

@@ -31,7 +31,7 @@ _ROUND_SECONDS = 1.0
 
 def digest_data(splits: Splits) -> DataDigest:
     """The digest of the data, in one process. Raises UserError (4) where a file cannot be read."""
-    return digest_files(splits.files, splits.made_by) if splits.files and not splits.digest else digest_items(splits)
+    return digest_files(splits.files) if splits.files and not splits.digest else digest_items(splits)
 
 
 def agreed_digest(
@@ -48,7 +48,7 @@ def agreed_digest(
     """
     started = time.monotonic()
     if splits.files and not splits.digest:
-        found = _on_one_rank_of_each_node(lambda: known or digest_files(splits.files, splits.made_by), collectives)
+        found = _on_one_rank_of_each_node(lambda: known or digest_files(splits.files), collectives)
     else:
         found = known or digest_items(splits)
     seen = collectives.gather(None if found is None else (found.sha256, found.digest_of, found.sampled))

@@ -49,7 +49,7 @@ def recorded(tmp_path: Path) -> Path:
         append(file, HEAD, line(item=f"images/s: {case}", case=case, images_per_second=speed, switches=SWITCHES))
     append(file, HEAD, line(item="images/s: exact bf16, graph", outcome="cut off"))
     append(file, HEAD, line(item="collection", tests=9))
-    for case, speed in (("script, fp32", 40.0), ("ddp train, bf16, nvjpeg", 120.0)):
+    for case, speed in (("script, fp32", 40.0), ("ddp train, bf16, pillow", 120.0)):
         append(file, HEAD, line(item=f"from files: {case}", case=case, images_per_second=speed))
     append(file, HEAD, line(item="images/s: cut", outcome="cut off"))
     append(file, HEAD | {"stand_in": True}, line(item="tests/gpu/x.py::c", outcome="passed", date="2027-01-01"))
@@ -112,7 +112,7 @@ def test_the_page_has_a_table_of_each_kind(recorded: Path) -> None:
     assert "| exact fp32: dp x 1 | `22` | other bits |" in text
     assert "| plain fp32: single | `33` | - |" in text
     assert "| exact bf16, graph | 3 | 250 | 2.00 | 2.50 |" in text
-    assert "| ddp train, bf16, nvjpeg | 1 | 120 | 3.00 |" in text
+    assert "| ddp train, bf16, pillow | 1 | 120 | 3.00 |" in text
     assert "- tests/gpu/x.py::c: `E assert 1 == 2`" in text
     assert "Ended by the limit of the time, so not known: images/s: cut." in text
     assert "Before it:\n\n- `make gpu-check` has not run on a GPU yet. `make test-gpu` ran on 2 x NVIDIA H100" in text

@@ -1,4 +1,4 @@
-"""Pages say of benchmarks what the recorded results say: figures, goals and rounds, a row for each benchmark."""
+"""Pages say of benchmarks what the recorded results say: figures and rounds, a row for each benchmark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from benchmarks import last_figures, pages, record
-from benchmarks.goals import Goal, goals
 from benchmarks.last_figures import ROUNDS, SAYS
 from benchmarks.pages import BENCHMARKS, PAGES, ROW, made_anew
 from benchmarks.record import RESULTS, recorded
@@ -58,15 +57,15 @@ def test_a_row_says_where_rounds_are_fewer_than_the_page_promises(
     assert "medians of five rounds or more, where a row does not say fewer" in " ".join(BENCHMARKS.read_text().split())
     assert ROUNDS == 5
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    results = {"ratio": 0.5, "seconds": {}}
-    for rounds, said in ((None, "(rounds not recorded)"), (1, "(one round)"), (4, "(4 rounds)"), (5, "0.50")):
-        record.record("train_on_nodes", "", results, rounds=rounds)
-        assert last_figures.last_figures("train_on_nodes").endswith(said)
+    results = {"steps": {"ratio": 0.5, "low": 0.4, "high": 0.6}, "own_share": 0.1}
+    for rounds, said in ((None, "(rounds not recorded)"), (1, "(one round)"), (4, "(4 rounds)"), (5, "(goal: 0.5 %)")):
+        record.record("live_cost", "", results, rounds=rounds)
+        assert last_figures.last_figures("live_cost").endswith(said)
 
 
 def test_what_is_not_recorded_is_not_measured_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    assert last_figures.last_figures("train_on_nodes") == record.NOT_YET
+    assert last_figures.last_figures("live_cost") == record.NOT_YET
     assert "times as long as plain with any kernel in the same precision" in last_figures.last_figures("gpu")
     assert "times the script in bf16" in last_figures.last_figures("gpu_files")
     monkeypatch.setattr(last_figures, "what_was_timed", dict)
@@ -82,18 +81,3 @@ def test_a_page_that_has_lost_its_table_or_sentence_is_named(monkeypatch: pytest
     page.write_text("nothing\n")
     with pytest.raises(ValueError, match=r"page\.md: 0 places that look like .*a"):
         made_anew(page)
-
-
-def test_a_goal_missed_by_a_hair_is_missed() -> None:
-    assert not Goal("", "", 0.62, 0.6201).met
-    assert Goal("", "", 0.62, 0.62).met
-    assert not Goal("", "", 4.0, 3.9999, most=False).met
-    assert "**missed**" in Goal("", "", 0.6, 0.63).row()
-    assert "not measured yet | -" in Goal("", "", 0.6, None).row()
-
-
-def test_every_benchmark_with_goals_is_there() -> None:
-    assert {goal.benchmark for goal in goals()} == {
-        *("trainer_step", "whole_run", "scaling", "loader", "nodes", "reduction", "sharded", "fully_sharded"),
-        *("exact_end_to_end", "startup", "numerics", "recovery", "live_cost"),
-    }
