@@ -43,7 +43,7 @@ version_tags = $(VERSION) $(if $(filter false,$(GIT_DIRTY)),$(VERSION)-$(shell g
 tag_image = [ -n "$$IMAGE_TAG" ] || for tag in $(version_tags); do docker tag $(1):latest $(1):$$tag; done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-cpu image-sizes image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report site portable-digests portable-runs uv-lock dist sbom sbom-cpu clean
+.PHONY: help setup cpu-cluster up image image-cpu image-sizes image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign soak test-docker test-cluster test-gpu gpu-check test-all lint compare verify-layouts chaos claims report site portable-digests portable-runs uv-lock dist sbom sbom-cpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -132,11 +132,6 @@ test-gpu: setup ## The tests that need a GPU; without one, says what it skips. R
 gpu-check: ## What holds on this GPU, most telling first, without setup or network: PYTHON=python3 MINUTES=9 OUT=folder SLICE=2/6 WHEELS=folder
 	@$(or $(PYTHON),python3) -m benchmarks.gpu_check --minutes $(or $(MINUTES),9) $(if $(OUT),--out $(OUT)) \
 	  $(if $(SLICE),--slice $(SLICE)) $(if $(ONLY),--only $(ONLY)) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(AGAIN),--again)
-
-bench-gpu: setup ## Images per second on a GPU, against the article's own loop; records them in benchmarks/results
-	$(BIN)/python -m benchmarks.gpu
-	$(BIN)/python -m benchmarks.gpu_files
-	$(BIN)/python -m benchmarks.loader --json benchmarks/results/gpu-loader.json
 
 test-all: setup ## Every test that this machine can run; says what it skips and why
 	@if docker info >/dev/null 2>&1; then $(MAKE) --no-print-directory image image-cpu image-test; fi
