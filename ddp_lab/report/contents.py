@@ -57,7 +57,7 @@ def build_report(output: Path) -> Report:
     families = find_families(inventory.runs)
     style = styles(families)
     environments = find_environments(inventory.runs)
-    claims = [claim_section(measured) for measured in findings.claims]
+    claims = [claim_section(claim) for claim in findings.claims]
     differing, shared = environments_table(environments)
     return Report(
         inventory,

@@ -1,4 +1,4 @@
-"""Writes the report: index.html (one file that loads nothing), report.md, and the plots as SVG and PNG."""
+"""Writes the report: index.html (one file that loads nothing), report.md, and the plots as SVG."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def write_report(output: Path, to: Path) -> Report:
         (to / "plots").mkdir(parents=True, exist_ok=True)
         for plot in report.plots:
             replace_file(to / "plots" / f"{plot.name}.svg", standing_alone(plot.svg))
-            replace_file(to / "plots" / f"{plot.name}.png", plot.png())
         for name, template in (("report.md", "report.md.j2"), ("index.html", "page.html.j2")):
             # Names of files in it may hold bytes that are no UTF-8.
             replace_file(to / name, render(report, template).encode(errors="backslashreplace"))

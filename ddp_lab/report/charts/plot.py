@@ -1,4 +1,4 @@
-"""A plot is a chart with its words and the numbers behind it; here it becomes SVG and PNG."""
+"""A plot is a chart with its words and the numbers behind it; here it becomes SVG."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from html import escape
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
@@ -37,19 +36,11 @@ class Plot:
         target = io.BytesIO()
         with mpl.rc_context({"svg.hashsalt": self.name}):  # the ids are made from it, and must be unique on the page
             FigureCanvasSVG(self.figure).print_svg(target, metadata=nothing)
-        self.figure.set_layout_engine("none")  # the PNG keeps this layout: making it again is slow
         text = target.getvalue().decode()
         text = re.sub(r"<[^>]+>", _for_page, text[text.index("<svg") :])
         text = re.sub(r"\n\s+", "\n", text)
         described = escape(f"{self.title}. {self.caption}".strip())
         return text.replace("<svg", f'<svg class="plot" role="img" aria-label="{described}"', 1)
-
-    @in_our_look
-    def png(self) -> bytes:
-        """Return a picture in the light colours."""
-        target = io.BytesIO()
-        FigureCanvasAgg(self.figure).print_png(target, metadata={"Software": None})
-        return target.getvalue()
 
 
 def _for_page(tag: re.Match[str]) -> str:

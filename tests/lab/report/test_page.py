@@ -129,7 +129,7 @@ def test_every_plot_has_numbers_behind_it_and_files_beside_it(folder: Path, page
     assert len(figures) > 10
     assert all("<table" in figure and 'role="img"' in figure and "aria-label=" in figure for figure in figures)
     files = sorted(file.name for file in (folder / "plots").iterdir())
-    assert len(files) == 2 * len(figures)
+    assert len(files) == len(figures)
 
 
 def test_plots_take_their_colours_from_the_page(folder: Path, page: str) -> None:
@@ -225,16 +225,6 @@ def test_a_busy_machine_is_told_beside_the_figures_that_it_spoils(tmp_path: Path
     assert page.count("<small>busy machine</small>") == 1
     assert "<dd>other programs kept 1.3 of 2 cores busy</dd>" in page
     assert note in render(report, "report.md.j2")
-
-
-def test_a_picture_beside_a_claim_is_taken_in(tmp_path: Path) -> None:
-    path = write_claim(tmp_path, series=[])
-    path.with_suffix(".svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
-    path.with_suffix(".png").write_bytes(b"\x89PNG")
-    write_report(tmp_path, tmp_path / "report")
-    page = (tmp_path / "report" / "index.html").read_text()
-    assert 'src="data:image/svg+xml;base64,' in page
-    assert "data:image/png" not in page
 
 
 BROWSER = next(

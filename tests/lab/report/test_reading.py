@@ -196,6 +196,6 @@ def test_the_newest_of_a_claim_counts_and_odd_ones_are_said(tmp_path: Path) -> N
     write_claim(tmp_path, id="C09", verdict=[])
     write_drill(tmp_path)
     found = read_findings(tmp_path)
-    assert [(measured.claim.id, measured.claim.verdict) for measured in found.claims] == [("C06", "refuted")]
+    assert [(claim.id, claim.verdict) for claim in found.claims] == [("C06", "refuted")]
     assert [name for name, _ in found.unreadable] == ["claims/C07.json", "claims/C08.json", "claims/C09.json"]
     assert len(found.drills) == 1
