@@ -11,11 +11,8 @@ DRILL ?= standard
 SEED ?=
 # `make test-newest RELEASE=2.14.1`
 RELEASE ?=
-# `make soak ROUNDS=5 SLOW=1` runs the slow tests, too.
+# `make soak ROUNDS=5`
 ROUNDS ?= 20
-SLOW ?=
-# `make soak CASES=500`: so many random experiments after the rounds.
-CASES ?= 500
 # `make test-foreign WORKERS=2`: so many of other people's models at a time; of `make portable-runs`, trainings.
 WORKERS ?= 1
 # Further options of `ddp train`, such as OPTIONS="--set epochs=2".
@@ -43,7 +40,7 @@ version_tags = $(VERSION) $(if $(filter false,$(GIT_DIRTY)),$(VERSION)-$(shell g
 tag_image = [ -n "$$IMAGE_TAG" ] || for tag in $(version_tags); do docker tag $(1):latest $(1):$$tag; done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-cpu image-sizes image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign soak test-docker test-cluster test-gpu gpu-check test-all lint compare verify-layouts chaos claims report site portable-digests portable-runs uv-lock dist sbom sbom-cpu clean
+.PHONY: help setup cpu-cluster up image image-cpu image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign soak test-docker test-cluster test-gpu gpu-check test-all lint compare verify-layouts chaos claims report site portable-digests portable-runs uv-lock dist sbom sbom-cpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,9 +67,6 @@ image: setup ## Build the image with torch for CUDA (GPU services, clusters), sa
 image-cpu: setup ## Build the image with torch for the CPU (all other services), samebits-cpu
 	docker compose build ddp-cpu
 	@$(call tag_image,samebits-cpu)
-
-image-sizes: setup ## What makes up an image, by layer and by package: IMAGE=samebits-cpu:latest
-	@$(BIN)/python -m tools.image_sizes $(or $(IMAGE),samebits-cpu:latest)
 
 image-test: setup
 	docker compose build test
@@ -116,8 +110,12 @@ test-foreign: setup ## Other people's models and optimizers on every layout, hou
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[foreign]'
 	$(NO_GPU) $(BIN)/python -m tests.foreign --workers $(WORKERS) $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again)
 
-soak: setup ## Run the distributed and fault tests again and again beside busy loops, then random experiments: ROUNDS=20 SLOW=1 CASES=500
-	$(NO_GPU) $(BIN)/python -m tools.soak --rounds $(ROUNDS) $(if $(SLOW),--slow) --cases $(CASES)
+soak: setup ## Run the distributed and fault tests ROUNDS=20 times, each time beside a busy loop for each core
+	@loops=; trap 'kill $$loops' EXIT; trap 'exit 130' INT TERM; \
+	for core in $$(seq $$(nproc)); do while :; do :; done & loops="$$loops $$!"; done; \
+	for round in $$(seq $(ROUNDS)); do echo "round $$round"; \
+	  $(NO_GPU) $(BIN)/python -m pytest @tests/fast.args tests/distributed tests/faults tests/core/launch || failed=1; \
+	done; exit $${failed:-0}
 
 test-docker: setup image image-cpu image-test ## Build the images and run every layout and the cluster in containers
 	$(BIN)/python -m pytest -m "docker and not slow" --durations=10 tests/docker

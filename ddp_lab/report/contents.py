@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_lab.report.charts.layouts import styles
-from ddp_lab.report.charts.plot import Plot
 from ddp_lab.report.reading.claims import Findings, read_findings
 from ddp_lab.report.reading.families import find_families
 from ddp_lab.report.reading.runs import Inventory, read_runs
@@ -34,12 +33,6 @@ class Report:
     environments: Table
     shared_environment: list[tuple[str, str]]
     runs: list[RunSection]
-
-    @property
-    def plots(self) -> list[Plot]:
-        """Every plot, to be written as a file."""
-        found = [plot for section in self.families for plot in (*section.layouts, *section.learning)]
-        return found + [plot for claim in self.claims for plot in claim.plots]
 
     @property
     def period(self) -> str:

@@ -95,7 +95,6 @@ def test_a_contender_that_fails_is_named() -> None:
         ("whole_run", "bare script"),
         ("guard", "toy_mlp, ddp x 2"),
         ("recovery", "worker joins, live"),
-        ("live_cost", "% of a step"),
         ("sharded", "exact, gradients"),
         ("fully_sharded", "parameters, exact"),
         ("shard_memory", "parameters"),

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from ddp_lab.report.charts.style import DARK, LIGHT, in_our_look
+from ddp_lab.report.charts.style import LIGHT, in_our_look
 from ddp_lab.report.values import Table
 
 
@@ -52,16 +52,6 @@ def _for_page(tag: re.Match[str]) -> str:
     for name, color in LIGHT.items():
         text = text.replace(color, f"var(--{name})")
     return re.sub(r'<g id="[^"]*"', "<g", text)
-
-
-def standing_alone(svg: str) -> str:
-    """Return the content of an SVG file: the svg element with values for its variables, light and dark."""
-
-    def css(colors: dict[str, str]) -> str:
-        return "svg{" + ";".join(f"--{name}:{color}" for name, color in colors.items()) + "}"
-
-    style = f"<style>{css(LIGHT)}@media (prefers-color-scheme:dark){{{css(DARK)}}}</style>"
-    return svg.replace(">", f">{style}", 1)
 
 
 def make_plot(name: str, title: str, caption: str, axes: Axes, table: Table) -> Plot:
