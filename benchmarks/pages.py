@@ -43,12 +43,10 @@ def made_anew(page: Path) -> str:
     """The text of the page with what is recorded now. Raises ValueError where a table is not there once."""
     text = page.read_text()
     for begins, table in PAGES[page].items():
-        made = table() + "\n"
-        text, times = re.subn(
-            rf"^{re.escape(begins)}.*\n(?:\|.*\n?)*", lambda _, made=made: made, text, flags=re.MULTILINE
-        )
-        if times != 1:
-            raise ValueError(f"{page}: {times} tables that begin with {begins!r}, not one")
+        found = re.findall(rf"^{re.escape(begins)}.*\n(?:\|.*\n?)*", text, re.MULTILINE)
+        if len(found) != 1:
+            raise ValueError(f"{page}: {len(found)} tables that begin with {begins!r}, not one")
+        text = text.replace(found[0], table() + "\n")
     return text
 
 

@@ -21,7 +21,6 @@ from ddp_lab.report.reading.families import Family, Group
 from ddp_lab.report.reading.runs import STEP_PARTS, Run
 from ddp_lab.report.values import Column, Spread, Table, figure, measured, plural, text
 
-_REST = "computing and communication"
 _PARTS = {
     "data": "waiting for data",
     "exposed_communication": "exposed communication",
@@ -146,19 +145,17 @@ def _time_split(family: Family, groups: Sequence[Group]) -> Plot | None:
     if not splits:
         return None
     found = {part for split in splits.values() for part in split}
-    parts = {part: _PARTS.get(part, part) for part in (*STEP_PARTS, _REST) if part in found}
+    parts = {part: _PARTS.get(part, part) for part in STEP_PARTS if part in found}
     axes = _bar_axes(list(splits), "time per step (ms)")
     ends = [0.0] * len(splits)
     for part, words in parts.items():
         widths = [1e3 * split.get(part, 0.0) for split in splits.values()]
-        color = series_color(1 + STEP_PARTS.index(part) if part in STEP_PARTS else 7)
+        color = series_color(1 + STEP_PARTS.index(part))
         axes.barh(range(len(splits)), widths, left=ends, height=0.62, color=color, label=words)
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     for place, end in enumerate(ends):
         _write_behind(axes, place, end, measured(Spread.of([end])))
     caption = "Mean over the steps; less is better."
-    if found == {"data", _REST}:
-        caption += " These runs tell the wait for data from the rest only."
     rows = [
         [text(layout), *(figure(1e3 * split[part] if part in split else None) for part in parts)]
         for layout, split in splits.items()

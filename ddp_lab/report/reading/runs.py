@@ -117,32 +117,11 @@ class Run:
         known = [step for step in [*steps, self.result("steps")] if step is not None]
         return int(max(known)) if known else None
 
-    @property
-    def step_seconds(self) -> float | None:
-        """Seconds per step, from the throughput."""
-        speed, samples = self.result("samples_per_second"), self.record["experiment"]["global_batch_size"]
-        return samples / speed if speed and samples else None
-
     def time_split(self) -> dict[str, float] | None:
-        """Return the seconds of a mean step, by what they were spent on; None where nothing is known.
-
-        These are the parts that the run has measured (`result.time_split`, or `timing` records); if there are none,
-        only the wait for data and the rest.
-        """
+        """Return the seconds of a mean step, by what they were spent on; None where the run has not measured it."""
         recorded = self.record["result"].get("time_split")
-        sources = [recorded] if isinstance(recorded, dict) else []
-        sources += [record for record in self.metrics if record.get("kind") == "timing"]
-        parts: dict[str, float] = {}
-        for part in STEP_PARTS:
-            found = [value for source in sources if (value := finite(source.get(part))) is not None]
-            if any(found):
-                parts[part] = sum(found) / len(found)
-        if parts:
-            return parts
-        seconds, wait = self.step_seconds, self.result("data_wait")
-        if seconds is None or wait is None:
-            return None
-        return {"data": seconds * wait, "computing and communication": seconds * (1 - wait)}
+        parts = recorded if isinstance(recorded, dict) else {}
+        return {part: seconds for part in STEP_PARTS if (seconds := finite(parts.get(part)))} or None
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ from ddp_lab.report.sections.answers import answer
 from ddp_lab.report.values import Spread, measured, measured_range
 from tests.lab.report.files import ddp, dp, single, write_run
 
-SHARDED = Layout(kind="ddp", nproc_per_node=2, shard="parameters")
-
 
 def said(output: Path) -> str:
     (family,) = find_families(read_runs(output).runs)
@@ -63,16 +61,6 @@ def test_other_weights_are_said(tmp_path: Path) -> None:
         tmp_path, ddp(2), steps=0, speed=2000.0, digest="b" * 64, result={"test_accuracy": None, "test_loss": None}
     )
     assert said(tmp_path).endswith("2.0 times single, but digests differ.")
-
-
-def test_sharding_is_weighed_against_the_same_ranks(tmp_path: Path) -> None:
-    times(tmp_path, single(), 1000.0, step_memory_bytes=900e6)
-    times(tmp_path, ddp(2), 2000.0, step_memory_bytes=1000e6)
-    times(tmp_path, SHARDED, 1400.0, step_memory_bytes=530e6)
-    assert "; sharding parameters on 2 saves 47 % memory for 1.4 times the time" in said(tmp_path)
-    times(tmp_path / "small", ddp(2), 2000.0, step_memory_bytes=530e6)
-    times(tmp_path / "small", SHARDED, 1400.0, step_memory_bytes=529e6)
-    assert "; sharding saves no memory at this size" in said(tmp_path / "small")
 
 
 def test_the_quality_is_that_of_accuracy_or_of_the_experiments_own_figure(tmp_path: Path) -> None:

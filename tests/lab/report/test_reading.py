@@ -182,12 +182,6 @@ def test_the_memory_of_steps_stands_beside_that_of_the_whole(tmp_path: Path) -> 
     assert (row["memory (MB)"], row["in steps (MB)"]) == ("300", "250")
 
 
-def test_without_a_split_the_wait_for_data_is_told_from_the_rest(tmp_path: Path) -> None:
-    write_run(tmp_path, single(), speed=500, result={"data_wait": 0.25})
-    split = read_runs(tmp_path).runs[0].time_split()
-    assert split == pytest.approx({"data": 0.025, "computing and communication": 0.075})
-
-
 def test_the_newest_of_a_claim_counts_and_odd_ones_are_said(tmp_path: Path) -> None:
     write_claim(tmp_path, verdict="refuted", measured_at="2026-01-02T00:00:00Z")
     write_claim(tmp_path / "old", verdict="confirmed", measured_at="2026-01-01T00:00:00Z")
