@@ -11,11 +11,8 @@ DRILL ?= standard
 SEED ?=
 # `make test-newest RELEASE=2.14.1`
 RELEASE ?=
-# `make soak ROUNDS=5 SLOW=1` runs the slow tests, too.
+# `make soak ROUNDS=5`
 ROUNDS ?= 20
-SLOW ?=
-# `make soak CASES=500`: so many random experiments after the rounds.
-CASES ?= 500
 # `make test-foreign WORKERS=2`: so many of other people's models at a time; of `make portable-runs`, trainings.
 WORKERS ?= 1
 # Further options of `ddp train`, such as OPTIONS="--set epochs=2".
@@ -43,7 +40,7 @@ version_tags = $(VERSION) $(if $(filter false,$(GIT_DIRTY)),$(VERSION)-$(shell g
 tag_image = [ -n "$$IMAGE_TAG" ] || for tag in $(version_tags); do docker tag $(1):latest $(1):$$tag; done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-cpu image-sizes image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report site portable-digests portable-runs uv-lock dist sbom sbom-cpu clean
+.PHONY: help setup cpu-cluster up image image-cpu image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign soak test-docker test-cluster test-gpu gpu-check test-all lint compare verify-layouts chaos claims report site portable-digests portable-runs uv-lock dist sbom sbom-cpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,9 +68,6 @@ image-cpu: setup ## Build the image with torch for the CPU (all other services),
 	docker compose build ddp-cpu
 	@$(call tag_image,samebits-cpu)
 
-image-sizes: setup ## What makes up an image, by layer and by package: IMAGE=samebits-cpu:latest
-	@$(BIN)/python -m tools.image_sizes $(or $(IMAGE),samebits-cpu:latest)
-
 image-test: setup
 	docker compose build test
 
@@ -97,7 +91,7 @@ test-pythons: setup ## The fast tests on the other Pythons, 3.11 to 3.13, that a
 	  $(NO_GPU) .venv-$$version/bin/python -m pytest @tests/fast.args || exit 1; done
 
 test-extras: setup ## The tests that need other people's packages (peers, foreign, loggers, …), installed into .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,pages,schemas,recording,packaging,workflows,site,uv]' -e packages/lab
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,pages,schemas,packaging,workflows,site,uv]' -e packages/lab
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
 
 test-streams: setup .venv-streams/.installed ## The tests that need MosaicML's streaming or LitData, which want older packages than the rest
@@ -116,8 +110,12 @@ test-foreign: setup ## Other people's models and optimizers on every layout, hou
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[foreign]'
 	$(NO_GPU) $(BIN)/python -m tests.foreign --workers $(WORKERS) $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again)
 
-soak: setup ## Run the distributed and fault tests again and again beside busy loops, then random experiments: ROUNDS=20 SLOW=1 CASES=500
-	$(NO_GPU) $(BIN)/python -m tools.soak --rounds $(ROUNDS) $(if $(SLOW),--slow) --cases $(CASES)
+soak: setup ## Run the distributed and fault tests ROUNDS=20 times, each time beside a busy loop for each core
+	@loops=; trap 'kill $$loops' EXIT; trap 'exit 130' INT TERM; \
+	for core in $$(seq $$(nproc)); do while :; do :; done & loops="$$loops $$!"; done; \
+	for round in $$(seq $(ROUNDS)); do echo "round $$round"; \
+	  $(NO_GPU) $(BIN)/python -m pytest @tests/fast.args tests/distributed tests/faults tests/core/launch || failed=1; \
+	done; exit $${failed:-0}
 
 test-docker: setup image image-cpu image-test ## Build the images and run every layout and the cluster in containers
 	$(BIN)/python -m pytest -m "docker and not slow" --durations=10 tests/docker
@@ -132,11 +130,6 @@ test-gpu: setup ## The tests that need a GPU; without one, says what it skips. R
 gpu-check: ## What holds on this GPU, most telling first, without setup or network: PYTHON=python3 MINUTES=9 OUT=folder SLICE=2/6 WHEELS=folder
 	@$(or $(PYTHON),python3) -m benchmarks.gpu_check --minutes $(or $(MINUTES),9) $(if $(OUT),--out $(OUT)) \
 	  $(if $(SLICE),--slice $(SLICE)) $(if $(ONLY),--only $(ONLY)) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(AGAIN),--again)
-
-bench-gpu: setup ## Images per second on a GPU, against the article's own loop; records them in benchmarks/results
-	$(BIN)/python -m benchmarks.gpu
-	$(BIN)/python -m benchmarks.gpu_files
-	$(BIN)/python -m benchmarks.loader --json benchmarks/results/gpu-loader.json
 
 test-all: setup ## Every test that this machine can run; says what it skips and why
 	@if docker info >/dev/null 2>&1; then $(MAKE) --no-print-directory image image-cpu image-test; fi

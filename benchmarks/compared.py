@@ -1,4 +1,4 @@
-"""The ratios that several pages and goals have, from recorded results; None where a contender is not recorded yet."""
+"""The ratios that several pages have, from recorded results; None where a contender is not recorded yet."""
 
 from __future__ import annotations
 

@@ -1,27 +1,19 @@
 """Images per second of a ResNet-18 on one GPU: the article's own loop, and `ddp train` in its precisions.
 
-    python -m benchmarks.gpu [--rounds 1] [--case NAME ...] [--quick] [--json PATH]
-
-The article's script (224x224 random images made once on the device, 256 per step, float32, SGD with Nesterov momentum,
-the loss read at every step) is the reference. Ours is the command, with data that come from the host's memory, metrics,
-heartbeat and checks on. Every turn is a process of its own; contenders take turns, and each figure is the median over
-the rounds, of the median over the windows of steps within a run. What is measured is recorded after each turn. A run
-has a checkpoint every 50 steps: how long training stands still for it is in the record, too, and one trace of three
-steps, which ui.perfetto.dev shows. `--quick` takes a tiny model through it on the CPU, to see that it runs.
+`make gpu-check` measures them. The article's script (224x224 random images made once on the device, 256 per step,
+float32, SGD with Nesterov momentum, the loss read at every step) is the reference. Ours is the command, with data that
+come from the host's memory, metrics, heartbeat and checks on. A figure is the median over the windows of steps within a
+run. A run has a checkpoint every 50 steps: how long training stands still for it is in the record, too, and one trace
+of three steps, which ui.perfetto.dev shows.
 """
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
-import os
 import shutil
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +22,6 @@ import torch
 from torch import nn
 
 from benchmarks.loops import CLASSES, SETTINGS
-from benchmarks.record import RESULTS, record
 from ddp_core.model.builders import MODELS
 
 ARTICLE = "the article's loop"
@@ -104,15 +95,14 @@ def article(steps: int, size: int, samples: int, device: str) -> float:
     return samples * (steps - skipped) / (time.perf_counter() - began)
 
 
-def words_of(name: str, output: Path, device: str, quick: bool, *more: str) -> list[str]:
+def words_of(name: str, output: Path, quick: bool, *more: str) -> list[str]:
     """What the command is asked for in a turn of this case."""
     settings, options = CASES[name]
     wanted: dict[str, Any] = QUICK if quick else {"max_steps": 120}
     chosen = [each for each in settings if not (quick and each.startswith(("micro_batch=", "model.compiled=")))]
     chosen += [f"{setting}={value}" for setting, value in wanted.items()]
     words = [word for setting in chosen for word in ("--set", setting)]
-    place = ["--output", str(output), "--device", device, "--checkpoint-every", "3" if quick else "50"]
-    options = [option for option in options if device != "cpu" or option != "--cuda-graph"]
+    place = ["--output", str(output), "--device", "cuda", "--checkpoint-every", "3" if quick else "50"]
     return ["train", "resnet18_synthetic", *words, *place, *options, *more]
 
 
@@ -131,9 +121,9 @@ def figures(output: Path) -> dict[str, Any]:
     }
 
 
-def article_arguments(device: str, quick: bool) -> tuple[int, int, int, str]:
+def article_arguments(quick: bool) -> tuple[int, int, int, str]:
     """The steps, side, images per step and device of the article's loop."""
-    return (4, 32, 8, device) if quick else (110, 224, 256, device)
+    return (4, 32, 8, "cuda") if quick else (110, 224, 256, "cuda")
 
 
 def keep_trace(output: Path, target: Path) -> None:
@@ -146,48 +136,6 @@ def keep_trace(output: Path, target: Path) -> None:
 
 TRACING = {False: ("--profile", "60:62"), True: ("--profile", "4:5")}
 """The options for a trace of a whole turn, and of a quick one."""
-
-
-def _ours(name: str, output: Path, quick: bool, *more: str) -> dict[str, Any]:
-    """One turn of a case, in a process of its own."""
-    _run(["-m", "ddp_core", *words_of(name, output, "cpu" if quick else "cuda", quick, *more)])
-    return figures(output)
-
-
-def _article_alone(quick: bool) -> float:
-    """The article's loop in a process of its own."""
-    arguments = article_arguments("cpu" if quick else "cuda", quick)
-    return float(_run(["-c", f"from benchmarks.gpu import article; print(article{arguments})"]))
-
-
-def _run(words: Sequence[str]) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "4"}
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise RuntimeError(f"ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
-    return done.stdout
-
-
-def measure(names: Sequence[str], rounds: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """The results so far, after each turn: every contender's turns by name; one that fails has its reason instead."""
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in (ARTICLE, *names)}
-    failed: dict[str, str] = {}
-    for number in range(rounds):
-        for name in turns:
-            with tempfile.TemporaryDirectory(prefix="ddp-gpu-") as folder:
-                try:
-                    found = (
-                        {"images_per_second": _article_alone(quick)}
-                        if name == ARTICLE
-                        else _ours(name, Path(folder), quick)
-                    )
-                except RuntimeError as error:
-                    failed[name] = str(error)
-                    print(f"{name}: {error}", file=sys.stderr)
-                else:
-                    turns[name].append(found)
-                    print(f"round {number + 1}: {name:58} {found['images_per_second']:9.0f} images/s", flush=True)
-            yield {"turns": turns, "failed": failed} | _summary(turns)
 
 
 def times_plain(case: str, speeds: Mapping[str, float]) -> float | None:
@@ -211,44 +159,3 @@ def summary_of(speeds: Mapping[str, float]) -> str:
         return "no figure"
     rows = "; ".join(f"{alike} {', '.join(times)}" for alike, times in said.items())
     return f"times as long as plain with any kernel in the same precision and layout: {rows}"
-
-
-def _summary(turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    speeds = {name: median(turn["images_per_second"] for turn in each) for name, each in turns.items() if each}
-    base = speeds.get(ARTICLE)
-    table = {
-        name: {"images_per_second": round(speed), "ratio": speed / base if base else None}
-        for name, speed in speeds.items()
-    }
-    tf32 = {"convolutions": torch.backends.cudnn.allow_tf32, "products": torch.backends.cuda.matmul.allow_tf32}
-    return {"table": table, "summary": summary_of(speeds), "tf32 of the article's loop": tf32}
-
-
-def main() -> None:
-    """Measure and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--quick", action="store_true", help="one round of a tiny model on the CPU")
-    parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
-    arguments = parser.parse_args()
-    if not arguments.quick and not torch.cuda.is_available():
-        print("benchmarks.gpu: torch finds no CUDA device here; --quick shows on the CPU that it runs", file=sys.stderr)
-        raise SystemExit(4)
-    cases = [f"plain fp32{ANY}", TRACED] if arguments.quick else arguments.case
-    target = arguments.json or RESULTS / "gpu.json"
-    results: dict[str, Any] = {}
-    rounds = 1 if arguments.quick else arguments.rounds
-    for results in measure(cases, rounds, arguments.quick):
-        record("gpu", "python -m benchmarks.gpu", results, target, rounds)
-    for name, row in results["table"].items():
-        print(f"{name:58} {row['images_per_second']:9} images/s   {row['ratio'] or 0:6.2f}x")
-    print(results["summary"])
-    with tempfile.TemporaryDirectory(prefix="ddp-gpu-") as folder:
-        _ours(TRACED, Path(folder), arguments.quick, *TRACING[arguments.quick])
-        keep_trace(Path(folder), target.with_name(f"{target.stem}-trace.json.gz"))
-    print(target)
-
-
-if __name__ == "__main__":
-    main()

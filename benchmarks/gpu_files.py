@@ -1,30 +1,23 @@
 """Images per second of a ResNet-18 that trains on JPEG files: a script as people write it, and `ddp train`.
 
-    python -m benchmarks.gpu_files [--images 8192] [--steps 100] [--rounds 3] [--quick] [--json PATH]
-
-The files are noise of low frequency, 500 x 375, some 40 kB each, and are in the page cache. The script: ImageFolder,
-RandomResizedCrop, flip, ToTensor, Normalize, a shuffling DataLoader with pinned memory, the loss read at every step; in
-float32 as torch has it (convolutions in TF32, which the record says), and under bf16 autocast with channels_last. The
-number of its workers is the one with which its loader alone was the fastest before. Ours is the command on the same
-files, in as many workers. Contenders take turns, each turn is a process of its own; ratios are to the script in the
-same precision, and to the faster of both. Decoding is the ceiling: the record has the images per second of the script's
-loader alone.
+`make gpu-check` measures them. The files are noise of low frequency, 500 x 375, some 40 kB each, and are in the page
+cache. The script: ImageFolder, RandomResizedCrop, flip, ToTensor, Normalize, a shuffling DataLoader with pinned memory,
+the loss read at every step; in float32 as torch has it (convolutions in TF32), and under bf16 autocast with
+channels_last. The number of its workers is the one with which its loader alone was the fastest before. Ours is the
+command on the same files, in as many workers. Each turn is a process of its own. Decoding is the ceiling: the script's
+loader alone is measured, too.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -35,7 +28,6 @@ from torch.utils.data import DataLoader
 
 from benchmarks.gpu import figures
 from benchmarks.loops import CLASSES, SETTINGS
-from benchmarks.record import record
 from ddp_core.base.errors import ExitCode
 from ddp_core.base.torchvision_import import import_torchvision
 from ddp_core.model.builders import MODELS
@@ -43,7 +35,6 @@ from tests.support import ranks
 
 LOADER = "the script's loader alone"
 _LONGEST_TURN = 300.0
-GOALS = {"in the same precision": 2.5, "over all": 5.0}
 PRECISIONS = {"fp32": [], "bf16": ["precision=bf16", "memory_format=channels_last"]}
 EXPERIMENT = """
 from ddp_core import Component, Experiment, Optimizer
@@ -165,10 +156,10 @@ class Size:
 QUICK = Size("cpu", 32, 8, 6, 64)
 
 
-def measure(folder: Path, size: Size, rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """After each turn the contender's name and the results so far; photographs are made in `folder`.
+def fastest_loader(folder: Path, size: Size) -> tuple[int, dict[int, float]]:
+    """The number of workers with which the script's loader alone is the fastest, and its images per second by number.
 
-    Turns are forks of this process, in which CUDA must not have started.
+    The photographs are made in `folder` first. Turns are forks of this process, in which CUDA must not have started.
     """
     cores = len(os.sched_getaffinity(0))
     on_gpu = size.device == "cuda"
@@ -181,15 +172,10 @@ def measure(folder: Path, size: Size, rounds: int) -> Iterator[tuple[str, dict[s
         count: round(script_alone(str(folder / "photos"), count, "", size.image, size.batch, few, size.device), 1)
         for count in counts
     }
-    workers = max(tried, key=lambda count: tried[count])
-    turns: dict[str, list[float]] = {}
-    for _ in range(rounds):
-        for name, take in _contenders(folder, workers, size).items():
-            turns.setdefault(name, []).append(take())
-            yield name, _results(turns) | {"workers": workers, "loader_by_workers": tried}
+    return max(tried, key=lambda count: tried[count]), tried
 
 
-def _contenders(folder: Path, workers: int, size: Size) -> dict[str, Callable[[], float]]:
+def contenders(folder: Path, workers: int, size: Size) -> dict[str, Callable[[], float]]:
     """A turn of each, by its name: images per second."""
     photos = str(folder / "photos")
 
@@ -204,59 +190,3 @@ def _contenders(folder: Path, workers: int, size: Size) -> dict[str, Callable[[]
         found[f"script, {precision}"] = of_script(precision)
         found[f"ddp train, {precision}, pillow"] = of_ours(precision)
     return found
-
-
-def _results(turns: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """What the turns so far say."""
-    speeds = {name: round(median(each), 1) for name, each in turns.items()}
-    best = {
-        precision: max(
-            (speed for name, speed in speeds.items() if name.startswith(f"ddp train, {precision}")), default=0
-        )
-        for precision in PRECISIONS
-    }
-    scripts = {each: speeds[f"script, {each}"] for each in PRECISIONS if f"script, {each}" in speeds}
-    return {
-        "images_per_second": speeds,
-        "tf32 of the script": {
-            "convolutions": torch.backends.cudnn.allow_tf32,
-            "products": torch.backends.cuda.matmul.allow_tf32,
-        },
-        "ratio to the script in the same precision": {
-            each: round(best[each] / speed, 2) for each, speed in scripts.items()
-        },
-        "ratio of the fastest": round(max(best.values()) / max(scripts.values(), default=math.inf), 2),
-        "ratio to the script in fp32": round(max(best.values()) / scripts.get("fp32", math.inf), 2),
-        "goals": GOALS,
-        "turns": dict(turns),
-    }
-
-
-def main() -> None:
-    """Measure and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=Size.photos)
-    parser.add_argument("--steps", type=int, default=Size.steps)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one round with small images on the CPU")
-    parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
-    options = parser.parse_args()
-    # Otherwise the question whether there is a device starts CUDA, and this process could not fork turns.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    if not options.quick and not torch.cuda.is_available():
-        print("benchmarks.gpu_files: torch finds no CUDA device; --quick shows that it runs", file=sys.stderr)
-        raise SystemExit(4)
-    size = QUICK if options.quick else Size(steps=options.steps, photos=options.images)
-    rounds = 1 if options.quick else options.rounds
-    ranks.load()
-    with tempfile.TemporaryDirectory(prefix="ddp-gpu-files-") as scratch:
-        for name, results in measure(Path(scratch), size, rounds):
-            print(f"{name:28} {results['turns'][name][-1]:9.0f} images/s", flush=True)
-            # After each turn: where the machine is taken away, what was measured stays.
-            target = record("gpu_files", "python -m benchmarks.gpu_files", results, options.json, rounds)
-    print(json.dumps({name: value for name, value in results.items() if name != "turns"}, indent=2))
-    print(f"recorded in {target}")
-
-
-if __name__ == "__main__":
-    main()

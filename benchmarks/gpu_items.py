@@ -128,7 +128,7 @@ class Speed:
             words, main = [str(scratch / "found.json"), "quick" if setting.quick else "whole"], _article
         else:
             more = gpu.TRACING[setting.quick] if self.traced else ()
-            words, main = gpu.words_of(self.case, scratch, "cuda", setting.quick, *more), ranks.ddp
+            words, main = gpu.words_of(self.case, scratch, setting.quick, *more), ranks.ddp
         ended = ranks.launch(words, 0, scratch / "said", seconds, main, {"OMP_NUM_THREADS": "4"})
         if ended.code != ExitCode.DONE:
             return _failed(ended)
@@ -142,7 +142,7 @@ def _article(words: Sequence[str]) -> int:
     from ddp_core.base.fingerprint import cuda_switches
 
     file, size = words
-    speed = gpu.article(*gpu.article_arguments("cuda", size == "quick"))
+    speed = gpu.article(*gpu.article_arguments(size == "quick"))
     Path(file).write_text(json.dumps({"images_per_second": speed, "switches": cuda_switches()}))
     return ExitCode.DONE
 
@@ -159,12 +159,12 @@ class Files:
     def run(self, setting: Setting, scratch: Path, seconds: float) -> dict[str, Any]:
         """Take one turn of each."""
         size = gpu_files.QUICK if setting.quick else gpu_files.Size(steps=50, photos=4096)
-        results: dict[str, Any] = {}
-        for case, results in gpu_files.measure(scratch, size, rounds=1):
-            found = {"case": case, "images_per_second": results["images_per_second"][case]}
+        workers, tried = gpu_files.fastest_loader(scratch, size)
+        for case, take in gpu_files.contenders(scratch, workers, size).items():
+            found = {"case": case, "images_per_second": round(take(), 1)}
             line = {"item": f"{self.name}: {case}", "part": self.part, "outcome": "done", **found}
             append(setting.folder / NAME, setting.head, line)
-        return {"outcome": "done", "workers": results["workers"], "loader_by_workers": results["loader_by_workers"]}
+        return {"outcome": "done", "workers": workers, "loader_by_workers": tried}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Say what has run on a GPU so far and what has not, from the records of `make gpu-check`, `test-gpu` and `bench-gpu`.
+"""Say what has run on a GPU so far and what has not, from the records of `make gpu-check` and `test-gpu`.
 
 `python -m benchmarks.gpu_runs` writes docs/reference/gpu-runs.md, and prints the lines that the README has.
 """
@@ -6,21 +6,20 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.gpu import ARTICLE, TRACE, TRACED, summary_of, times_plain
-from benchmarks.gpu_files import PRECISIONS
 from benchmarks.gpu_lines import COLLECTION, CUT_OFF, NAME, SPEED, Line, newest, newest_first, read
 from benchmarks.gpu_trace import idle_in_words
-from benchmarks.record import RESULTS, is_stand_in
+from benchmarks.record import RESULTS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "gpu-runs.md"
 BEGIN, END = "<!-- begin: python -m benchmarks.gpu_runs -->", "<!-- end -->"
 _PRODUCTS = {"convolutions": "conv", "other products": "matmul"}
 _NOT_YET = "has not run on a GPU yet"
+_NOT_TIMED = "has timed nothing on a GPU yet"
 _CHANGES = {True: ", with changes", False: "", None: ", whether changed is not known"}
 _TIMED, _FROM_FILES = "images/s: ", "from files: "
 
@@ -29,9 +28,9 @@ Lines = Mapping[str, Line]
 
 
 def what_ran(folder: Path = RESULTS) -> list[str]:
-    """A line each for the digests, the tests and the benchmark, from the records in `folder`."""
+    """A line each for the digests, the tests and the speeds, from the records in `folder`."""
     lines = newest(read(folder / NAME))
-    return [_digests(lines), _tests(lines), _benchmark(lines, folder / "gpu.json")]
+    return [_digests(lines), _tests(lines), _speeds_said(lines)]
 
 
 def failures(lines: Lines) -> list[str]:
@@ -71,42 +70,15 @@ def _tests(lines: Lines) -> str:
     return f"`make test-gpu` {_on(found)}: {', '.join(counts)}."
 
 
-def _benchmark(lines: Lines, path: Path) -> str:
-    """From the benchmark's own record, or from the same contenders in `make gpu-check`."""
-    record = json.loads(path.read_text()) if path.exists() else None
-    if record is None or is_stand_in(record["machine"]):
-        timed = [line for line in lines.values() if SPEED in line]
-        if not timed:
-            return f"`make bench-gpu` {_NOT_YET}."
-        return f"`make gpu-check` {_on(timed)}: {_timed(lines)}."
-    machine, devices = record["machine"], record["machine"]["gpus"]
-    on = f"ran on {len(devices)} x {devices[0]}, torch {machine['torch']}, {record['date'][:10]}"
-    return f"`make bench-gpu` {on}: {record['results']['summary']}."
-
-
-def what_was_timed(folder: Path = RESULTS) -> dict[str, str]:
-    """What `make gpu-check` has timed, in words, by benchmark; without those of which it has timed nothing."""
-    lines = newest(read(folder / NAME))
-    found = {"gpu": _timed(lines) if _speeds(lines) else "", "gpu_files": _from_files(lines)}
-    return {name: said for name, said in found.items() if said}
+def _speeds_said(lines: Lines) -> str:
+    timed = [line for line in lines.values() if SPEED in line]
+    return f"`make gpu-check` {_on(timed)}: {_timed(lines)}." if timed else f"`make gpu-check` {_NOT_TIMED}."
 
 
 def _timed(lines: Lines) -> str:
     speeds = _speeds(lines)
     compared = {_TIMED + case for case in speeds if case.startswith("exact") and times_plain(case, speeds)}
     return f"{_rounds({lines[item]['rounds'] for item in compared} or {0})}, {summary_of(speeds)}"
-
-
-def _from_files(lines: Lines) -> str:
-    """The fastest of ours beside the script in the same precision, for each precision that both were timed in."""
-    speeds, said = _speeds(lines, _FROM_FILES), []
-    for precision in PRECISIONS:
-        ours = {case: speed for case, speed in speeds.items() if case.startswith(f"ddp train, {precision}")}
-        if ours and (script := speeds.get(f"script, {precision}")):
-            best = max(ours, key=lambda case: ours[case])
-            said.append(f"{best} {ours[best] / script:.2f} times the script in {precision}")
-    rounds = {line["rounds"] for item, line in lines.items() if item.startswith(_FROM_FILES) and SPEED in line}
-    return f"{_rounds(rounds)}, {', '.join(said)}" if said else ""
 
 
 def _rounds(counts: set[int]) -> str:

@@ -12,9 +12,6 @@ With `--recovery live` the other workers go on. What joins or leaves with notice
 the last step before it to the first one after it, and so holds one step, too.
 
 A run strikes after its guard has rehearsed a resume, which takes seconds and happens once.
-
-Where torchft is installed (the extra torchft), the same network is also trained by three replicas of its, with this
-project's exact steps (see benchmarks.torchft_replicas). torchft waits for a silent replica; how long, `settings` says.
 """
 
 from __future__ import annotations
@@ -27,12 +24,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import torchft_replicas
 from benchmarks.record import record
 from benchmarks.turns import rotated
 from tests.faults.launches import Launch, Watch, nodes, train_words
@@ -44,7 +39,7 @@ LENGTH = ["--set", "epochs=400", "--timeout", str(TIMEOUT), "--max-restarts", "3
 PAUSE = 0.006
 LIVE = ["--recovery", "live"]
 RESTART = ["--recovery", "restart"]
-QUICK = ("worker joins, live", "worker joins, torchft")
+QUICK = ("worker joins, live",)
 FIRST_STRIKE = 14
 """The guard rehearses the resume from the checkpoint of step 4, and waits for its verdict in step 12 at the latest."""
 
@@ -145,10 +140,6 @@ def restart_rendezvous(launches: list[Launch], store: Any) -> None:
     store.start()
 
 
-TORCHFT: dict[str, Callable[[Path], tuple[float, int]]] = {
-    "worker killed, torchft": lambda output: torchft_replicas.killed(output, PAUSE),
-    "worker joins, torchft": lambda output: torchft_replicas.joins(output, PAUSE),
-}
 FAULTS: dict[str, Callable[[Path], tuple[float, int]]] = {
     "worker killed": lambda output: one_node(output, kill_worker),
     "worker killed, live": lambda output: one_node(output, kill_worker, *LIVE),
@@ -165,7 +156,7 @@ FAULTS: dict[str, Callable[[Path], tuple[float, int]]] = {
     "node of rank 0 stopped": lambda output: three_nodes(output, stop_node(0)),
     "node stopped, live": lambda output: three_nodes(output, stop_node(2), *LIVE),
     "rendezvous killed, started again when noticed": lambda output: three_nodes(output, restart_rendezvous),
-} | (TORCHFT if find_spec("torchft") is not None else {})
+}
 
 
 def measure(names: Sequence[str], trials: int) -> dict[str, Any]:
@@ -193,11 +184,9 @@ def main() -> int:
     options = parser.parse_args()
     random.seed(0)
     load = os.getloadavg()[0]
-    quick = [name for name in QUICK if name in FAULTS]
-    names, trials = (quick, 1) if options.quick else (options.only or list(FAULTS), options.trials)
+    names, trials = (QUICK, 1) if options.quick else (options.only or list(FAULTS), options.trials)
     results = measure(names, trials)
-    torchft = {"join_ms": torchft_replicas.JOIN_MS, "heartbeat_ms": torchft_replicas.HEARTBEAT_MS}
-    settings = {"torchft": torchft, "timeout": TIMEOUT, "checkpoint_every": 4, "load_before": round(load, 2)}
+    settings = {"timeout": TIMEOUT, "checkpoint_every": 4, "load_before": round(load, 2)}
     if options.json or set(names) == set(FAULTS):
         command = f"python -m benchmarks.recovery --trials {trials}"
         found = {"settings": settings, "faults": results}

@@ -106,32 +106,6 @@ def commands() -> str:
     return _table(["seconds", *phases, "of the bare script", "of the one that accumulates"], rows)
 
 
-def sums() -> str:
-    """Sums that need no order, beside the ordered one and gloo's."""
-    found = results_of("order_invariant")
-    rows = [
-        [
-            row["way"],
-            f"{row['bytes_per_rank'] / 1e6:.0f} MB",
-            f"{1e3 * median(row['seconds']):.0f} ms",
-            said(row["ratio"], 1),
-        ]
-        for row in found["sums"]
-    ]
-    package = found["bitrep"]
-    if package:
-        seconds, size = (package[name] * found["elements"] for name in ("seconds_per_element", "bytes_per_element"))
-        rows.append(
-            [
-                f"bitrep {package['version']} `SumF32`, one accumulator per element, called from Python, unsent",
-                f"{size / 1e6:.0f} MB in all",
-                f"{1e3 * seconds:.0f} ms (of {package['elements']:,} elements)",
-                "-",
-            ]
-        )
-    return _table(["sum", "sent per rank", "time", "of all_reduce"], rows)
-
-
 def one_sum() -> str:
     """The ordered sum beside gloo's all_reduce."""
     rows = (

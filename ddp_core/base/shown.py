@@ -1,4 +1,4 @@
-"""Text from files as people are shown it: in a terminal nothing of it acts, in Markdown nothing of it is markup.
+"""Text from files as people are shown it: in a terminal nothing of it acts.
 
 A name or a message in a record may come from a stranger. An escape sequence in it would act on the terminal, and a line
 break would forge a line of ours.
@@ -11,8 +11,6 @@ from typing import Any
 
 _ACTS = re.compile("[\\0-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069]")
 """Control characters, line breaks, and what turns the direction of text."""
-_BEGINS = ("#", ">", "```", "~~~")
-"""What makes a line of Markdown a heading or a quotation, or all that follows code."""
 _ACTS_IN_LINES = re.compile(f"(?![\\n\\t]){_ACTS.pattern}")
 
 
@@ -28,15 +26,3 @@ def shown_in(document: Any) -> Any:
     if isinstance(document, dict):
         return {shown(name): shown_in(value) for name, value in document.items()}
     return [shown_in(value) for value in document] if isinstance(document, list) else document
-
-
-def in_markdown(text: str) -> str:
-    """The text as one line of Markdown, without HTML, links, pictures, headings, code and ends of a table's cell."""
-    line = shown(" ".join(text.split())).replace("<", "&lt;")
-    line = re.sub(r"[\\|\[]", r"\\\g<0>", line)
-    return f"\\{line}" if line.startswith(_BEGINS) else line
-
-
-def as_code(text: str) -> str:
-    """The text as code in a line of Markdown."""
-    return f"`{shown(' '.join(text.split())).replace('`', chr(39)).replace('|', chr(92) + '|')}`"

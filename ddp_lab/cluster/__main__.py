@@ -20,7 +20,6 @@ from ddp_core.cli.prepare import load_with_settings
 from ddp_core.numerics.limits import portable_refused_by, rules_of
 from ddp_core.record.directory import RunDirectory
 from ddp_lab.cluster.cluster import Backend, Cluster, Spec
-from ddp_lab.cluster.gain import explain_gain
 from ddp_lab.cluster.local import LocalBackend
 from ddp_lab.cluster.published_run import beside_published
 from ddp_lab.cluster.runs import Planned, find_baseline, find_launched, settings_of
@@ -113,8 +112,6 @@ def train(known: argparse.Namespace, options: tuple[str, ...]) -> int:
     beside = beside_published(record, published())
     if beside is not None:
         say(beside.line)
-    for line in explain_gain(RunDirectory(baseline).read(), record) if baseline is not None else []:
-        say(line)
     return DIFFERENT if known.checks and beside is not None and not beside.is_same else compared
 
 

@@ -79,7 +79,6 @@ def build_parser() -> argparse.ArgumentParser:
     # From the first word that is no option on, all belongs to the script, also without a -- before it.
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the findings as an HTML page")
     return parser
 
 
@@ -110,10 +109,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     if options.json:
         _write(options.json, json.dumps(told, indent=1) + "\n")
-    if options.html:
-        from ddp_lab.diagnose.page import page
-
-        _write(options.html, page(told))
     for line in _lines(found, notes):
         print(line)
     print(f"verdict: {verdict}")

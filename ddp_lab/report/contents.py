@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_lab.report.charts.layouts import styles
-from ddp_lab.report.charts.plot import Plot
 from ddp_lab.report.reading.claims import Findings, read_findings
 from ddp_lab.report.reading.families import find_families
 from ddp_lab.report.reading.runs import Inventory, read_runs
@@ -36,12 +35,6 @@ class Report:
     runs: list[RunSection]
 
     @property
-    def plots(self) -> list[Plot]:
-        """Every plot, to be written as a file."""
-        found = [plot for section in self.families for plot in (*section.layouts, *section.learning)]
-        return found + [plot for claim in self.claims for plot in claim.plots]
-
-    @property
     def period(self) -> str:
         """When the first and the last run were started."""
         moments = sorted(run.record["started_at"] for run in self.inventory.runs if run.record["started_at"])
@@ -57,7 +50,7 @@ def build_report(output: Path) -> Report:
     families = find_families(inventory.runs)
     style = styles(families)
     environments = find_environments(inventory.runs)
-    claims = [claim_section(measured) for measured in findings.claims]
+    claims = [claim_section(claim) for claim in findings.claims]
     differing, shared = environments_table(environments)
     return Report(
         inventory,

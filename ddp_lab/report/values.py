@@ -166,11 +166,6 @@ class Cell:
     link: str = ""
     note: str = ""
 
-    @property
-    def line(self) -> str:
-        """Text and note in one line."""
-        return f"{self.text} ({self.note})" if self.note else self.text
-
 
 @dataclass(frozen=True)
 class Column:

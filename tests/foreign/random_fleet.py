@@ -1,4 +1,4 @@
-"""Trains random experiments on random layouts: `make soak CASES=500`, or alone with --seeds 0:20.
+"""Trains random experiments on random layouts: `--count 500`, others each day, or `--seeds 0:20`.
 
 Each seed makes one experiment file (`random_experiments`). The driver of other people's code trains it in one process
 and on two other layouts, which the seed draws, too: each must end with the bits of one process, or refuse by name.

@@ -1,4 +1,4 @@
-"""What each layout of an experiment costs and gains: throughput, speed-up, efficiency, memory, the split of a step."""
+"""What each layout of an experiment costs and gains: throughput, speed-up, the split of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from ddp_lab.report.reading.families import Family, Group
 from ddp_lab.report.reading.runs import STEP_PARTS, Run
 from ddp_lab.report.values import Column, Spread, Table, figure, measured, plural, text
 
-_REST = "computing and communication"
 _PARTS = {
     "data": "waiting for data",
     "exposed_communication": "exposed communication",
@@ -49,7 +48,7 @@ def styles(families: Sequence[Family]) -> dict[str, int]:
 
 @in_our_look
 def layout_plots(family: Family, style: Mapping[str, int]) -> list[Plot]:
-    """Return throughput, speed-up, efficiency, memory, processor use and the split of a step, where there are figures.
+    """Return throughput, speed-up and the split of a step, where there are figures.
 
     `style` has the number of each layout's colour. Only completed runs count.
     """
@@ -58,9 +57,6 @@ def layout_plots(family: Family, style: Mapping[str, int]) -> list[Plot]:
     found = [
         _throughput(family, groups, style),
         _speed_up(family, groups) if compared else None,
-        _efficiency(family, groups, style) if compared else None,
-        _memory(family, groups, style),
-        _processor_use(family, groups, style),
         _time_split(family, groups),
     ]
     return [plot for plot in found if plot is not None]
@@ -122,40 +118,6 @@ def _core_count(groups: Sequence[Group]) -> int | None:
     return cores if isinstance(cores, int) else None
 
 
-def _efficiency(family: Family, groups: Sequence[Group], style: Mapping[str, int]) -> Plot | None:
-    spreads = {
-        group.label: gain.over(group.shares / 100) if (gain := family.speed_up(group)) else None
-        for group in groups
-        if group.shares > 1
-    }
-    caption = "Speed-up divided by N; the broken line is 100 %, where no process waits for another."
-    label = "speed-up per process or replica (%)"
-    return _bars(f"{family.anchor}-efficiency", "Efficiency", caption, label, spreads, style, mark=100)
-
-
-def _memory(family: Family, groups: Sequence[Group], style: Mapping[str, int]) -> Plot | None:
-    peaks = {group.label: group.spread("peak_memory_bytes") for group in groups}
-    spreads = {label: peak.over(1e6) if peak else None for label, peak in peaks.items()}
-    devices = {group.runs[0].layout.device for group in groups}
-    what = "the process's peak resident size, with its part of the libraries in it"
-    if devices == {"cuda"}:
-        what = "the device's peak allocation"
-    elif len(devices) > 1:
-        what = "the peak allocation on CUDA, the peak resident size on CPU"
-    caption = f"Of the process or device that needed most: {what}."
-    return _bars(f"{family.anchor}-memory", "Memory", caption, "peak memory (MB)", spreads, style, alone=3)
-
-
-def _processor_use(family: Family, groups: Sequence[Group], style: Mapping[str, int]) -> Plot | None:
-    spreads = {group.label: group.spread("cpu_utilisation") for group in groups}
-    caption = (
-        "Processor time over wall time of the training, mean over the processes. Below 1 they waited for each other, "
-        "for data or for a free core; DP over CPU threads is one process and may use several."
-    )
-    label = "cores kept busy by each process"
-    return _bars(f"{family.anchor}-cores", "Processor use", caption, label, spreads, style, mark=1)
-
-
 def _bars(
     name: str,
     title: str,
@@ -163,13 +125,8 @@ def _bars(
     label: str,
     spreads: Mapping[str, Spread | None],
     style: Mapping[str, int],
-    mark: float | None = None,
-    alone: int = 2,
 ) -> Plot | None:
-    """One bar for each layout: the median, and a line from the lowest to the highest; `mark` is a broken line.
-
-    The figure of a single run has `alone` digits.
-    """
+    """One bar for each layout: the median, and a line from the lowest to the highest."""
     known = {layout: spread for layout, spread in spreads.items() if spread}
     if not known:
         return None
@@ -178,9 +135,7 @@ def _bars(
         axes.barh(place, spread.median, height=0.62, color=series_color(style.get(layout, 0)))
         if spread.high > spread.low:
             axes.plot([spread.low, spread.high], [place, place], color=INK, lw=1.4, marker="|", ms=7)
-        _write_behind(axes, place, max(spread.median, spread.high), measured(spread, alone=alone))
-    if mark is not None:
-        axes.axvline(mark, color=MUTED, lw=1.2, ls="--")
+        _write_behind(axes, place, max(spread.median, spread.high), measured(spread))
     return make_plot(name, title, caption, axes, _spread_table(label, spreads))
 
 
@@ -190,19 +145,17 @@ def _time_split(family: Family, groups: Sequence[Group]) -> Plot | None:
     if not splits:
         return None
     found = {part for split in splits.values() for part in split}
-    parts = {part: _PARTS.get(part, part) for part in (*STEP_PARTS, _REST) if part in found}
+    parts = {part: _PARTS.get(part, part) for part in STEP_PARTS if part in found}
     axes = _bar_axes(list(splits), "time per step (ms)")
     ends = [0.0] * len(splits)
     for part, words in parts.items():
         widths = [1e3 * split.get(part, 0.0) for split in splits.values()]
-        color = series_color(1 + STEP_PARTS.index(part) if part in STEP_PARTS else 7)
+        color = series_color(1 + STEP_PARTS.index(part))
         axes.barh(range(len(splits)), widths, left=ends, height=0.62, color=color, label=words)
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     for place, end in enumerate(ends):
         _write_behind(axes, place, end, measured(Spread.of([end])))
     caption = "Mean over the steps; less is better."
-    if found == {"data", _REST}:
-        caption += " These runs tell the wait for data from the rest only."
     rows = [
         [text(layout), *(figure(1e3 * split[part] if part in split else None) for part in parts)]
         for layout, split in splits.items()

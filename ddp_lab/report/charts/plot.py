@@ -1,4 +1,4 @@
-"""A plot is a chart with its words and the numbers behind it; here it becomes SVG and PNG."""
+"""A plot is a chart with its words and the numbers behind it; here it becomes SVG."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from html import escape
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from ddp_lab.report.charts.style import DARK, LIGHT, in_our_look
+from ddp_lab.report.charts.style import LIGHT, in_our_look
 from ddp_lab.report.values import Table
 
 
@@ -37,19 +36,11 @@ class Plot:
         target = io.BytesIO()
         with mpl.rc_context({"svg.hashsalt": self.name}):  # the ids are made from it, and must be unique on the page
             FigureCanvasSVG(self.figure).print_svg(target, metadata=nothing)
-        self.figure.set_layout_engine("none")  # the PNG keeps this layout: making it again is slow
         text = target.getvalue().decode()
         text = re.sub(r"<[^>]+>", _for_page, text[text.index("<svg") :])
         text = re.sub(r"\n\s+", "\n", text)
         described = escape(f"{self.title}. {self.caption}".strip())
         return text.replace("<svg", f'<svg class="plot" role="img" aria-label="{described}"', 1)
-
-    @in_our_look
-    def png(self) -> bytes:
-        """Return a picture in the light colours."""
-        target = io.BytesIO()
-        FigureCanvasAgg(self.figure).print_png(target, metadata={"Software": None})
-        return target.getvalue()
 
 
 def _for_page(tag: re.Match[str]) -> str:
@@ -61,16 +52,6 @@ def _for_page(tag: re.Match[str]) -> str:
     for name, color in LIGHT.items():
         text = text.replace(color, f"var(--{name})")
     return re.sub(r'<g id="[^"]*"', "<g", text)
-
-
-def standing_alone(svg: str) -> str:
-    """Return the content of an SVG file: the svg element with values for its variables, light and dark."""
-
-    def css(colors: dict[str, str]) -> str:
-        return "svg{" + ";".join(f"--{name}:{color}" for name, color in colors.items()) + "}"
-
-    style = f"<style>{css(LIGHT)}@media (prefers-color-scheme:dark){{{css(DARK)}}}</style>"
-    return svg.replace(">", f">{style}", 1)
 
 
 def make_plot(name: str, title: str, caption: str, axes: Axes, table: Table) -> Plot:

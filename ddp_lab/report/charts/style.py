@@ -38,7 +38,6 @@ MARKERS = ("s", "o", "^", "D", "v", "P")
 
 LOOK: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
-    "figure.dpi": 160,  # of a PNG
     "figure.facecolor": LIGHT["surface"],
     "axes.facecolor": "none",
     "axes.edgecolor": MUTED,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ddp_core.base.beneath import read_file
 from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.config.records import explain
 from ddp_lab.records import CLAIM_FORMAT, DRILL_FORMAT, Figure, Part, Series
@@ -78,27 +76,10 @@ class Drill(_Loose):
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A plot that a claim has drawn itself, as a data URI."""
-
-    name: str
-    uri: str
-    kind: str
-
-
-@dataclass(frozen=True)
-class MeasuredClaim:
-    """A claim with the pictures that lie beside its file."""
-
-    claim: Claim
-    pictures: list[Picture]
-
-
-@dataclass(frozen=True)
 class Findings:
     """Claims by number, drills by name, and files that could not be read."""
 
-    claims: list[MeasuredClaim] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
     drills: list[Drill] = field(default_factory=list)
     unreadable: list[tuple[str, str]] = field(default_factory=list)
 
@@ -109,14 +90,14 @@ Model = TypeVar("Model", bound=BaseModel)
 def read_findings(output: Path) -> Findings:
     """Every claims/C??.json and drill.json below `output`; of a claim that was measured twice, only the newer."""
     unreadable: list[tuple[str, str]] = []
-    newest: dict[str, MeasuredClaim] = {}
+    newest: dict[str, Claim] = {}
     for file in sorted(output.glob("**/claims/C[0-9][0-9].json")):
         claim = _read(file, CLAIM_FORMAT, Claim, output, unreadable)
         if claim is None:
             continue
         known = newest.get(claim.id)
-        if known is None or (known.claim.measured_at or "") <= (claim.measured_at or ""):
-            newest[claim.id] = MeasuredClaim(claim, [] if claim.series else _pictures(file))
+        if known is None or (known.measured_at or "") <= (claim.measured_at or ""):
+            newest[claim.id] = claim
     drills = [_read(file, DRILL_FORMAT, Drill, output, unreadable) for file in sorted(output.glob("**/drill.json"))]
     return Findings(
         [newest[name] for name in sorted(newest)], [drill for drill in drills if drill is not None], unreadable
@@ -135,18 +116,3 @@ def _read(file: Path, form: str, model: type[Model], output: Path, unreadable: l
     except OSError as error:
         unreadable.append((name, f"cannot be read: {error.strerror}"))
     return None
-
-
-def _pictures(file: Path) -> list[Picture]:
-    """The pictures beside `file`; of an SVG and a PNG with the same name, only the SVG."""
-    found: dict[str, Picture] = {}
-    for kind, media in (("svg", "image/svg+xml"), ("png", "image/png")):
-        for picture in sorted(file.parent.glob(f"{file.stem}*.{kind}")):
-            if picture.stem in found:
-                continue
-            try:
-                content = base64.b64encode(read_file(picture)).decode()
-            except OSError:
-                continue
-            found[picture.stem] = Picture(picture.stem, f"data:{media};base64,{content}", kind)
-    return [found[name] for name in sorted(found)]

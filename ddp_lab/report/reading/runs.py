@@ -55,8 +55,6 @@ class Run:
     weights_problem: str | None
     """What is wrong with the files of its weights, in words."""
     problem: str | None = None
-    ranks: Curve = field(default_factory=Curve)
-    """How many ranks trained, from each of these steps on; empty where their number stayed the same."""
 
     @property
     def experiment(self) -> str:
@@ -119,32 +117,11 @@ class Run:
         known = [step for step in [*steps, self.result("steps")] if step is not None]
         return int(max(known)) if known else None
 
-    @property
-    def step_seconds(self) -> float | None:
-        """Seconds per step, from the throughput."""
-        speed, samples = self.result("samples_per_second"), self.record["experiment"]["global_batch_size"]
-        return samples / speed if speed and samples else None
-
     def time_split(self) -> dict[str, float] | None:
-        """Return the seconds of a mean step, by what they were spent on; None where nothing is known.
-
-        These are the parts that the run has measured (`result.time_split`, or `timing` records); if there are none,
-        only the wait for data and the rest.
-        """
+        """Return the seconds of a mean step, by what they were spent on; None where the run has not measured it."""
         recorded = self.record["result"].get("time_split")
-        sources = [recorded] if isinstance(recorded, dict) else []
-        sources += [record for record in self.metrics if record.get("kind") == "timing"]
-        parts: dict[str, float] = {}
-        for part in STEP_PARTS:
-            found = [value for source in sources if (value := finite(source.get(part))) is not None]
-            if any(found):
-                parts[part] = sum(found) / len(found)
-        if parts:
-            return parts
-        seconds, wait = self.step_seconds, self.result("data_wait")
-        if seconds is None or wait is None:
-            return None
-        return {"data": seconds * wait, "computing and communication": seconds * (1 - wait)}
+        parts = recorded if isinstance(recorded, dict) else {}
+        return {part: seconds for part in STEP_PARTS if (seconds := finite(parts.get(part)))} or None
 
 
 @dataclass(frozen=True)
@@ -200,9 +177,9 @@ def _read(path: Path, name: str, record: RecordedRun) -> Run:
     layout = Layout.model_validate({field: found[field] for field in Layout.model_fields})
     metrics, problem = _metrics(path / "metrics.jsonl")
     samples = record["experiment"]["global_batch_size"]
-    drawn, ranks = curves(metrics, samples), rank_counts(metrics, samples, record)
+    drawn = curves(metrics, samples)
     status, wrong = _status(path, record), _weights_problem(path, record)
-    return Run(path, name, record, layout, status, drawn, metrics, wrong, problem, ranks)
+    return Run(path, name, record, layout, status, drawn, metrics, wrong, problem)
 
 
 def _weights_problem(path: Path, record: RecordedRun) -> str | None:
@@ -271,26 +248,6 @@ def curves(records: list[dict[str, Any]], samples_per_step: float | None) -> dic
             curve.seconds.append(seconds)
             curve.values.append(value)
     return found
-
-
-def rank_counts(records: list[dict[str, Any]], samples_per_step: float | None, record: RecordedRun) -> Curve:
-    """Return how many ranks trained from the first step on and after each resume, and at the last record.
-
-    Empty where the number stayed the same, and where the records are of a version that did not tell it.
-    """
-    first = record["attempts"][0]["layout"]
-    ranks = 1.0 if first["kind"] == "dp" else float(first["nnodes"] * first["nproc_per_node"])
-    found = Curve([0.0], [0.0], [ranks])
-    step = seconds = 0.0
-    for seconds, each in _clocked(records, samples_per_step):
-        step = finite(each.get("step")) or step
-        if each.get("kind") == "resume" and (now := finite(each.get("ranks"))) is not None and now != ranks:
-            ranks = now
-            for numbers, number in zip((found.steps, found.seconds, found.values), (step, seconds, ranks), strict=True):
-                numbers.append(number)
-    if len(found.steps) == 1:
-        return Curve()
-    return Curve([*found.steps, step], [*found.seconds, seconds], [*found.values, ranks])
 
 
 def _clocked(records: list[dict[str, Any]], samples_per_step: float | None) -> Iterator[tuple[float, dict[str, Any]]]:

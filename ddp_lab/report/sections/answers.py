@@ -1,4 +1,4 @@
-"""Answers: for each experiment one sentence on the fastest layout, on its weights, and on what sharding saves."""
+"""Answers: for each experiment one sentence on the fastest layout and on its weights."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from ddp_lab.report.values import TIMES, Spread, exact, measured, number
 
 _ALIKE = 1.1
 """Times of single runs, whose noise is not known, that are nearer to each other than this tell nothing apart."""
-_SAVING = 0.05
-"""The least share of memory that is worth a word."""
 
 
 def answer(family: Family) -> str:
@@ -22,7 +20,7 @@ def answer(family: Family) -> str:
     said = (
         [_fastest(family, timed), *_weights(family)] if len(timed) > 1 else [f"run as {_name(family, timed[0])} only"]
     )
-    sentence = "; ".join([", ".join(said), *_sharding(family, timed), *_quality(family)])
+    sentence = "; ".join([", ".join(said), *_quality(family)])
     busy = any(run.disturbance for group in timed for run in group.completed)
     sentence += " (timed on a busy machine)" if busy and len(timed) > 1 else ""
     return f"{sentence}.".replace(" %", "\N{NO-BREAK SPACE}%")
@@ -49,44 +47,8 @@ def _weights(family: Family) -> list[str]:
     return ["same weights"] if tone == "good" else [f"but {family.verdict.text}"]
 
 
-def _sharding(family: Family, timed: Sequence[Group]) -> list[str]:
-    """What the sharded layout that needs least memory saves, against the same ranks without shards."""
-    found = []
-    for group in timed:
-        whole = next((other for other in timed if _is_whole(other, group)), None)
-        memory = None if whole is None else _memories(whole, group)
-        if whole is not None and memory is not None:
-            found.append((1 - memory[1].median / memory[0].median, whole, group, memory))
-    if not found:
-        return []
-    saved, whole, group, (before, after) = max(found, key=lambda each: each[0])
-    if saved < _SAVING or after.high >= before.low:
-        return ["sharding saves no memory at this size"]
-    layout = group.runs[0].layout
-    what = f"{'the ' if layout.shard == 'optimizer' else ''}{layout.shard}"
-    gain = f"sharding {what} on {layout.shares} saves {100 * saved:.0f} % memory"
-    if not _is_apart(_speed(group), _speed(whole)):
-        return [f"{gain} in about the same time"]
-    return [f"{gain} for {_ratio(_speed(whole), _speed(group))} times the time"]
-
-
-def _is_whole(group: Group, sharded: Group) -> bool:
-    one, other = group.runs[0], sharded.runs[0]
-    same = one.layout.model_copy(update={"shard": other.layout.shard}) == other.layout
-    return same and one.layout.shard == "none" != other.layout.shard and _options(group) == _options(sharded)
-
-
 def _options(group: Group) -> list[str]:
     return group.label.split(" · ")[1:]
-
-
-def _memories(whole: Group, sharded: Group) -> tuple[Spread, Spread] | None:
-    """The memory of both, in steps where that is known."""
-    for name in ("step_memory_bytes", "peak_memory_bytes"):
-        one, other = whole.spread(name), sharded.spread(name)
-        if one and other and one.median:
-            return one, other
-    return None
 
 
 def _quality(family: Family) -> list[str]:

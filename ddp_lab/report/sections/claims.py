@@ -10,17 +10,16 @@ from ddp_lab.records import Figure
 from ddp_lab.report import values
 from ddp_lab.report.charts.claims import claim_plots
 from ddp_lab.report.charts.plot import Plot
-from ddp_lab.report.reading.claims import Claim, MeasuredClaim, Picture
+from ddp_lab.report.reading.claims import Claim
 from ddp_lab.report.values import TIMES, TONES, Column, Table, number, plain, slug, text
 
 
 @dataclass(frozen=True)
 class ClaimSection:
-    """One claim with its plots, drawn here or found beside its file."""
+    """One claim with its plots."""
 
     claim: Claim
     plots: list[Plot]
-    pictures: list[Picture]
     environment: list[tuple[str, str]]
 
     @property
@@ -29,11 +28,10 @@ class ClaimSection:
         return TONES.get(self.claim.verdict, "quiet")
 
 
-def claim_section(measured: MeasuredClaim) -> ClaimSection:
+def claim_section(claim: Claim) -> ClaimSection:
     """Return the section of one claim."""
-    claim = measured.claim
     facts = [(name, plain(value)) for name, value in dotted(claim.environment).items()]
-    return ClaimSection(claim, claim_plots(claim), measured.pictures, facts)
+    return ClaimSection(claim, claim_plots(claim), facts)
 
 
 def claims_table(sections: Sequence[ClaimSection]) -> Table:

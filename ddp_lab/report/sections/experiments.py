@@ -11,7 +11,6 @@ from ddp_lab.cluster.runs import settings_of
 from ddp_lab.report.charts.layouts import layout_plots
 from ddp_lab.report.charts.learning import learning_note, learning_plots
 from ddp_lab.report.charts.plot import Plot
-from ddp_lab.report.charts.ranks import rank_plots
 from ddp_lab.report.reading.families import Family, Group
 from ddp_lab.report.reading.runs import Run
 from ddp_lab.report.sections.answers import answer
@@ -48,7 +47,7 @@ def family_section(family: Family, style: Mapping[str, int]) -> FamilySection:
         answer(family),
         comparison_table(family),
         layout_plots(family, style),
-        [*learning_plots(family, style), *rank_plots(family, style)],
+        learning_plots(family, style),
         learning_note(family),
         busy_note(family),
         seeds_table(family),

@@ -41,7 +41,7 @@ def tiles(inventory: Inventory, families: Sequence[Family], findings: Findings) 
         words = f"of {plural(len(judged), 'experiment')} compared {verb} with the same weights on every layout"
         found.append(Tile("Digests", str(good), words, "good" if good == len(judged) else "bad"))
     if findings.claims:
-        verdicts = Counter(measured.claim.verdict for measured in findings.claims)
+        verdicts = Counter(claim.verdict for claim in findings.claims)
         words = " · ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
         found.append(Tile("Claims", str(len(findings.claims)), words))
     if faults := [fault for drill in findings.drills for fault in drill.faults]:

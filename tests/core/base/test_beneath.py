@@ -12,7 +12,7 @@ from ddp_core.base.beneath import NotAFile, make_folder_beneath, open_beneath, o
 from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import LineFile, replace_file
-from ddp_core.base.shown import in_markdown, shown
+from ddp_core.base.shown import shown
 from ddp_core.checkpoint import Checkpointer, Fence
 from ddp_core.observe.heartbeat import clear_heartbeats
 from ddp_core.record.lock import RunLock, is_held
@@ -80,5 +80,3 @@ def test_a_pipe_is_neither_read_nor_written(tmp_path: Path) -> None:
 def test_text_of_files_does_not_act() -> None:
     assert shown("a\x1b[2J\nb\u202e\x9b") == r"a\x1b[2J\nb\u202e\x9b"
     assert shown("a\n\tb\x1b", lines=True) == "a\n\tb\\x1b"
-    assert in_markdown("<script>|[x](y)\nz\\|") == r"&lt;script>\|\[x](y) z\\\|"
-    assert [in_markdown(text) for text in ("# a", "```", "-0.3", "#")] == [r"\# a", r"\```", "-0.3", r"\#"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from ddp_core.config.layout import Layout
 from ddp_core.record.directory import find_runs
 from ddp_lab.cluster import __main__ as command
 from ddp_lab.cluster.cluster import Cluster, Spec, Write
-from ddp_lab.cluster.gain import GAINS, explain_gain
 from ddp_lab.cluster.gpus import check_service
 from ddp_lab.cluster.local import LocalBackend
 from ddp_lab.cluster.published_run import beside_published
@@ -223,53 +221,6 @@ def test_too_few_gpus_are_told_with_what_would_run(monkeypatch: pytest.MonkeyPat
         check_service("ddp-3gpu", found=3)
 
 
-def of_speed(speed: float, nproc: int = 1, cores: int = 2, **result: Any) -> dict[str, Any]:
-    """The part of a run's record that the explanation reads."""
-    return {
-        "experiment": {"name": "digits"},
-        "layout": {"nnodes": 1 if nproc == 1 else 2, "nproc_per_node": nproc},
-        "environment": {"cores": cores},
-        "result": {"samples_per_second": speed} | result,
-    }
-
-
-SPLIT = {"forward": 1e-3, "backward": 2e-3, "exposed_communication": 3.2e-3, "optimizer": 1e-3, "other": 0.8e-3}
-
-
-def test_a_cluster_that_is_slower_says_why_and_names_what_gains() -> None:
-    why, gains = explain_gain(of_speed(3000), of_speed(2430, 2, time_split=SPLIT, other_cores_busy=0.1))
-    assert why == (
-        "why 0.81x: 4 processes share 2 cores, and 40 % of each step (3.2 of 8.0 ms) waits for other processes: "
-        "this network is too small to gain"
-    )
-    assert gains.startswith("this gains here, in about a minute: make cpu-cluster NODES=1 NPROC=2 EXPERIMENT=")
-
-    large = {part: 100 * seconds for part, seconds in SPLIT.items()}
-    why, _ = explain_gain(of_speed(3000, cores=8), of_speed(2430, 2, 8, time_split=large, other_cores_busy=4.2))
-    assert why == (
-        "why 0.81x: other programs kept 4.2 of 8 cores busy meanwhile, and 40 % of each step (320.0 of 800.0 ms) "
-        "waits for other processes"
-    )
-    why, _ = explain_gain(of_speed(3000, cores=8), of_speed(2430, 2, 8))
-    assert why == "why 0.81x: each process computes more slowly beside the others than alone"
-
-
-def test_on_one_core_no_gain_is_promised() -> None:
-    (line,) = explain_gain(of_speed(3000, cores=1), of_speed(2430, 2, 1, time_split=SPLIT))
-    assert line == "4 processes take turns on one core: what they show is the same weights, not a gain in speed"
-
-
-def test_a_gain_needs_no_explanation_and_a_run_without_figures_gets_none() -> None:
-    assert explain_gain(of_speed(1000), of_speed(3300, 2, 8, time_split=SPLIT)) == []
-    assert explain_gain(of_speed(1000), of_speed(0, 2)) == []
-
-
-def test_the_command_that_gains_is_a_training_that_exists() -> None:
-    settings = [word.removeprefix("--set ") for word in re.findall(r"--set \S+", GAINS.replace('"', " "))]
-    loaded = load_with_settings(*re.findall(r"EXPERIMENT=(\w+)", GAINS), settings)
-    assert loaded.experiment.global_batch_size == 64
-
-
 @pytest.mark.parametrize("name", ["digits", "toy_mlp"])
 def test_a_run_is_set_beside_what_is_published_of_its_experiment(name: str) -> None:
     table = published()
@@ -355,9 +306,6 @@ def check_cluster(output: Path, ended: Ended) -> None:
     assert sorted(record["layout"]["label"] for record in records) == ["ddp-2x1-cpu", "single-cpu"]
     assert len({record["weights_sha256"] for record in records}) == 1
     assert "ddp-2x1-cpu" in ended.output.rpartition("cluster: node-2")[2]
-    # A busy machine can slow the baseline so much that the cluster gains, and nothing is to be explained.
-    single, cluster = sorted(records, key=lambda record: record["layout"]["nnodes"])
-    assert all(f"\ncluster: {line}" in ended.output for line in explain_gain(single, cluster))
 
 
 def test_two_local_nodes_train_and_are_compared_with_the_baseline_that_is_there(tmp_path: Path) -> None:

@@ -16,8 +16,6 @@ from ddp_lab.report.sections.answers import answer
 from ddp_lab.report.values import Spread, measured, measured_range
 from tests.lab.report.files import ddp, dp, single, write_run
 
-SHARDED = Layout(kind="ddp", nproc_per_node=2, shard="parameters")
-
 
 def said(output: Path) -> str:
     (family,) = find_families(read_runs(output).runs)
@@ -65,16 +63,6 @@ def test_other_weights_are_said(tmp_path: Path) -> None:
     assert said(tmp_path).endswith("2.0 times single, but digests differ.")
 
 
-def test_sharding_is_weighed_against_the_same_ranks(tmp_path: Path) -> None:
-    times(tmp_path, single(), 1000.0, step_memory_bytes=900e6)
-    times(tmp_path, ddp(2), 2000.0, step_memory_bytes=1000e6)
-    times(tmp_path, SHARDED, 1400.0, step_memory_bytes=530e6)
-    assert "; sharding parameters on 2 saves 47 % memory for 1.4 times the time" in said(tmp_path)
-    times(tmp_path / "small", ddp(2), 2000.0, step_memory_bytes=530e6)
-    times(tmp_path / "small", SHARDED, 1400.0, step_memory_bytes=529e6)
-    assert "; sharding saves no memory at this size" in said(tmp_path / "small")
-
-
 def test_the_quality_is_that_of_accuracy_or_of_the_experiments_own_figure(tmp_path: Path) -> None:
     write_run(tmp_path / "a", single(), steps=0, result={"test_accuracy": 0.98611})
     assert said(tmp_path / "a") == "run as single only; accuracy 98.61 %."
@@ -90,7 +78,7 @@ def test_the_tables_show_the_experiments_own_figures(tmp_path: Path) -> None:
     own = {"test_accuracy": None, "test_mean_f1": 0.51234, "test_confusion": [[1, 2]]}
     for layout in (single(), ddp(2)):
         write_run(tmp_path, layout, steps=0, result=own)
-    page = render(build_report(tmp_path), "page.html.j2")
+    page = render(build_report(tmp_path))
     assert ">mean f1</th>" in page
     assert "accuracy</th>" not in page
     assert "<small>mean f1</small>" in page

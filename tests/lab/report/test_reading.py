@@ -162,11 +162,11 @@ def test_speed_up_is_against_the_single_runs_median(tmp_path: Path) -> None:
     assert gains["single-cpu"] == values.Spread(1.0, 0.9, 1.3, 3)
     assert gains["ddp-1x4-cpu"] is None
     table = comparison_table(family)
-    row = {column.title: cell.line for column, cell in zip(table.columns, table.rows[1], strict=True)}
+    row = {column.title: cell.text for column, cell in zip(table.columns, table.rows[1], strict=True)}
     assert row["layout"] == "ddp-1x2-cpu"
     assert row["speed-up"] == "1.5×"  # noqa: RUF001
     assert row["efficiency"] == "75 %"
-    assert table.rows[0][3].line == "1,000 (900 to 1,300)"
+    assert (table.rows[0][3].text, table.rows[0][3].note) == ("1,000", "900 to 1,300")
     assert table.rows[2][2].text == "0 of 1"
 
 
@@ -178,14 +178,8 @@ def test_the_memory_of_steps_stands_beside_that_of_the_whole(tmp_path: Path) -> 
         comparison_table(find_families(read_runs(place).runs)[0]) for place in (tmp_path / "digits", tmp_path / "more")
     )
     assert "in steps (MB)" not in [column.title for column in older.columns]
-    row = {column.title: cell.line for column, cell in zip(newer.columns, newer.rows[0], strict=True)}
+    row = {column.title: cell.text for column, cell in zip(newer.columns, newer.rows[0], strict=True)}
     assert (row["memory (MB)"], row["in steps (MB)"]) == ("300", "250")
-
-
-def test_without_a_split_the_wait_for_data_is_told_from_the_rest(tmp_path: Path) -> None:
-    write_run(tmp_path, single(), speed=500, result={"data_wait": 0.25})
-    split = read_runs(tmp_path).runs[0].time_split()
-    assert split == pytest.approx({"data": 0.025, "computing and communication": 0.075})
 
 
 def test_the_newest_of_a_claim_counts_and_odd_ones_are_said(tmp_path: Path) -> None:
@@ -196,6 +190,6 @@ def test_the_newest_of_a_claim_counts_and_odd_ones_are_said(tmp_path: Path) -> N
     write_claim(tmp_path, id="C09", verdict=[])
     write_drill(tmp_path)
     found = read_findings(tmp_path)
-    assert [(measured.claim.id, measured.claim.verdict) for measured in found.claims] == [("C06", "refuted")]
+    assert [(claim.id, claim.verdict) for claim in found.claims] == [("C06", "refuted")]
     assert [name for name, _ in found.unreadable] == ["claims/C07.json", "claims/C08.json", "claims/C09.json"]
     assert len(found.drills) == 1
