@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .collectives import BatchedMessages
+from .collectives import BatchedMessages, CollectiveExchange
 from .exchange import Carrier, Exchange, WholeExchange
 from .host_memory import ThroughHost
 from .messages import PointToPoint
 
 
 def exchange_on(group: dist.ProcessGroup, device: torch.device) -> WholeExchange:
-    """The exchange between all ranks of the group for tensors on `device`; a collective."""
-    return _connected(group, device) if _backend(group, device) == "nccl" else _messages(group, device)
+    """The exchange between all ranks of the group for tensors on `device`."""
+    return CollectiveExchange(group) if _backend(group, device) == "nccl" else _messages(group, device)
 
 
 def exchange_among(group: dist.ProcessGroup, device: torch.device, members: Sequence[int], tag: int) -> Exchange:
@@ -30,15 +30,16 @@ def carrier_on(group: dist.ProcessGroup, device: torch.device, tag: int) -> Carr
 
     A collective.
     """
-    return _connected(group, device) if _backend(group, device) == "nccl" else PointToPoint(group, tag=tag)
+    if _backend(group, device) != "nccl":
+        return PointToPoint(group, tag=tag)
+    connect(exchange_on(group, device), device)
+    return BatchedMessages(group, range(group.size()))
 
 
-def _connected(group: dist.ProcessGroup, device: torch.device) -> BatchedMessages:
-    """NCCL connects ranks in their first exchange, in which all must take part; after that some may send alone."""
-    exchange = BatchedMessages(group)
+def connect(exchange: WholeExchange, device: torch.device) -> None:
+    """NCCL connects ranks in the first collective of all; after that some may send to each other."""
     cuts = [slice(rank, rank + 1) for rank in range(exchange.world_size)]
     exchange.gather([(torch.zeros(exchange.world_size, device=device), cuts)])
-    return exchange
 
 
 def goes_through_host(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -1,7 +1,7 @@
-"""An exchange by batches of messages that several ranks enter together: what NCCL does best.
+"""Exchanges by operations that several ranks enter together: what NCCL does best.
 
-It is proved bit for bit over gloo, where it is slower than single messages. It has not run on NCCL with two or more
-devices yet.
+Both are proved bit for bit over gloo, where they are slower than single messages. Neither has run on NCCL with two or
+more devices yet.
 """
 
 from __future__ import annotations
@@ -34,17 +34,56 @@ class _Arrived:
         """Nothing to do."""
 
 
-class BatchedMessages:
-    """Carries tensors between ranks of a group, all messages of a round in one batch: NCCL runs it as one kernel.
+class CollectiveExchange:
+    """Carries tensors between all ranks of a group by `all_to_all_single` and `all_gather_into_tensor`."""
 
-    Where `members` are some of the ranks (None: all), all must have taken part in a collective before.
+    one_round_bytes = -1  # all_to_all_single sends every rank another part.
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.world_size = group.rank(), group.size()
+
+    def collect(self, own: Sequence[Tensor], out: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
+        """See `Exchange.collect`."""
+        sizes = [cut.stop - cut.start for cut in cuts]
+        size = sizes[self.rank]
+        # The parts for one member lie together, so that they travel as one.
+        outbox = torch.cat([flat[cut] for cut in cuts for flat in own]) if own else out.new_empty(0)
+        inbox = out.new_empty(sum(counts) * size)
+        dist.all_to_all_single(
+            inbox,
+            outbox,
+            [count * size for count in counts],
+            [len(own) * part for part in sizes],
+            group=self._group,
+        )
+        received = torch.split(inbox, size) if size else [inbox] * sum(counts)
+        arrivals: list[Arrival] = [(tensor, None) for tensor in received]
+        return _Arrived(arrivals, out[cuts[self.rank]], send_sum=lambda: self.gather([(out, cuts)]))
+
+    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
+        """See `Exchange.gather`. All parts of a flat tensor travel as large as the largest."""
+        for flat, cuts in flats:
+            sizes = [cut.stop - cut.start for cut in cuts]
+            whole = flat.new_empty((self.world_size, max(sizes)))
+            mine = whole[self.rank]
+            mine[: sizes[self.rank]] = flat[cuts[self.rank]]
+            dist.all_gather_into_tensor(whole.view(-1), mine, group=self._group)
+            for cut, size, part in zip(cuts, sizes, whole, strict=True):
+                flat[cut] = part[:size]
+
+
+class BatchedMessages:
+    """Carries tensors between some ranks of a group, all messages of a round in one batch: NCCL runs it as one kernel.
+
+    All ranks of the group must have taken part in a collective before.
     """
 
     one_round_bytes = -1  # Between GPUs, bytes cost more than rounds.
 
-    def __init__(self, group: dist.ProcessGroup, members: Sequence[int] | None = None) -> None:
-        self._group, self._members = group, range(group.size()) if members is None else members
-        self.rank, self.world_size = self._members.index(group.rank()), len(self._members)
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
+        self._group, self._members = group, members
+        self.rank, self.world_size = members.index(group.rank()), len(members)
 
     def collect(self, own: Sequence[Tensor], out: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
         """See `Exchange.collect`."""
@@ -60,15 +99,11 @@ class BatchedMessages:
             [(peer, tensor) for peer, tensors in enumerate(received) for tensor in tensors],
         )
 
-        arrivals: list[Arrival] = [(tensor, None) for tensors in received for tensor in tensors]
-        return _Arrived(arrivals, mine, send_sum=lambda: self.gather([(out, cuts)]))
+        def send_sum() -> None:
+            self._run([(peer, mine) for peer in range(len(cuts))], [(peer, out[cut]) for peer, cut in enumerate(cuts)])
 
-    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
-        """See `Gathers.gather`."""
-        self._run(
-            [(peer, flat[cuts[self.rank]]) for flat, cuts in flats for peer in range(len(cuts))],
-            [(peer, flat[cut]) for flat, cuts in flats for peer, cut in enumerate(cuts)],
-        )
+        arrivals: list[Arrival] = [(tensor, None) for tensors in received for tensor in tensors]
+        return _Arrived(arrivals, mine, send_sum)
 
     def carry(
         self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], channel: int = 0

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backends import exchange_among, exchange_on
+from .backends import connect, exchange_among, exchange_on
 from .exchange import Exchange, WholeExchange, cut
 from .one_level import Plan, plan_for, sum_in_one_level
 
@@ -83,6 +83,7 @@ class OrderedSum:
             if device.type not in self._exchanges:
                 exchange, levels = exchange_on(self._group, device), None
                 if self.groups:
+                    connect(exchange, device)
                     levels = TwoLevels(self._group, self.groups, device)
                 self._exchanges[device.type] = exchange, levels
             exchange, levels = self._exchanges[device.type]

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.seeds import share_of
 from ddp_core.reduction import ExactReduction, GradientTree, OrderedSum, Subtree, canonical_subtrees, fold
-from ddp_core.reduction.collectives import BatchedMessages
+from ddp_core.reduction.collectives import CollectiveExchange
 from ddp_core.reduction.host_memory import ThroughHost
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.one_level import plan_for, sum_in_one_level
@@ -255,7 +255,7 @@ def random_sum(seed: int, group: dist.ProcessGroup) -> list[str]:
     for name, exchange in (
         ("chosen", OrderedSum(group)),
         ("point to point", PointToPoint(group)),
-        ("in batches", BatchedMessages(group)),
+        ("collectives", CollectiveExchange(group)),
         ("through host memory", ThroughHost(PointToPoint(group))),
     ):
         own = []
@@ -275,7 +275,7 @@ def random_sum(seed: int, group: dist.ProcessGroup) -> list[str]:
             wrong.append(f"{name}: seed {seed}, M={micro_batches}, {elements} elements, {dtype}")
     if world_size > 1:
         messages = PointToPoint(group)
-        for way in (messages, BatchedMessages(group), ThroughHost(messages)):
+        for way in (messages, CollectiveExchange(group), ThroughHost(messages)):
             with mock.patch.object(way, "one_round_bytes", way.one_round_bytes if seed % 3 else -1):
                 if not torch.equal(sum_in_rounds(PartsInOneLevel(way), list(leaves)), expected):
                     wrong.append(f"{way} in rounds: seed {seed}, M={micro_batches}, {elements} elements, {dtype}")

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from ddp_core.reduction import ExactReduction
-from ddp_core.reduction.collectives import BatchedMessages
+from ddp_core.reduction.collectives import CollectiveExchange
 from ddp_core.reduction.exchange import WholeExchange
 from ddp_core.reduction.host_memory import ThroughHost
 from ddp_core.reduction.messages import PointToPoint
@@ -156,7 +156,7 @@ WAYS: tuple[Dealt, ...] = ("contiguous", "strided")
 
 CARRIERS: dict[str, Callable[[PointToPoint], WholeExchange]] = {
     "messages": lambda messages: messages,
-    "in batches": lambda messages: BatchedMessages(messages._group),
+    "collectives": lambda messages: CollectiveExchange(messages._group),
     "through host memory": ThroughHost,
 }
 

@@ -54,7 +54,7 @@ def test_sharded_training_ends_with_the_bits_of_one_process(name: str, way: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("carrier", ["in batches", "through host memory"])
+@pytest.mark.parametrize("carrier", ["collectives", "through host memory"])
 @pytest.mark.parametrize("way", cases.WAYS)
 @pytest.mark.parametrize("name", cases.TRAININGS)
 def test_other_carriers_end_with_the_same_bits(name: str, way: str, carrier: str) -> None:

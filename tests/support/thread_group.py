@@ -135,6 +135,19 @@ def _all_gather_object(found: list[Any], own: object, group: ThreadGroup) -> Non
         found[peer] = group.wires.objects(peer, group.rank()).get(timeout=SECONDS)
 
 
+def _all_to_all(out: Tensor, own: Tensor, receives: Sequence[int], sends: Sequence[int], group: ThreadGroup) -> None:
+    assert (out.numel(), own.numel()) == (sum(receives), sum(sends))
+    works = [group.send([part], peer, -1) for peer, part in enumerate(own.split(list(sends)))]
+    works += [group.recv([part], peer, -1) for peer, part in enumerate(out.split(list(receives)))]
+    for work in works:
+        work.wait()
+
+
+def _all_gather(whole: Tensor, own: Tensor, group: ThreadGroup) -> None:
+    size = [own.numel()] * group.size()
+    _all_to_all(whole, own.repeat(group.size()), size, size, group)
+
+
 def _gather(own: Tensor, parts: list[Tensor] | None, group: ThreadGroup, group_dst: int) -> None:
     assert (parts is None) == (group.rank() != group_dst)
     everyones: list[Any] = [None] * group.size()
@@ -162,6 +175,8 @@ def _batch(messages: Sequence[Callable[[], Work]]) -> list[Work]:
 
 
 COLLECTIVES = SimpleNamespace(
+    all_to_all_single=_all_to_all,
+    all_gather_into_tensor=_all_gather,
     isend="send",
     irecv="recv",
     P2POp=_message,
