@@ -24,8 +24,6 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.parting import let_go
 from ddp_core.base.torch_internals import abort_process_groups, nccl_failure
 from ddp_core.distributed.addresses import address_served, gloo_towards, listen_at, store_on
-from ddp_core.distributed.live_nccl import end_this_process, ended_if_stuck, let_watchdogs_spare
-from ddp_core.distributed.members import store_at
 from ddp_core.distributed.world import World
 
 __all__ = ["Collectives", "local_device", "process_group"]
@@ -144,6 +142,8 @@ class Collectives:
             if self._uses_nccl and not self._abandoned:
                 self._abandoned = True
                 if not abort_process_groups(_ABORTING_SECONDS) and self.world.is_live:
+                    from ddp_core.distributed.live_nccl import end_this_process
+
                     end_this_process(f"{self.world.place}: NCCL does not end, so this process does")
             raise
 
@@ -208,6 +208,8 @@ def process_group(
             # connect in the first step, from two threads, and ranks that begin with unlike groups wait for ever.
             connects = "nccl" in backends
             if connects and world.is_live:
+                from ddp_core.distributed.live_nccl import let_watchdogs_spare
+
                 let_watchdogs_spare()
             with _never_stuck(world, connects):
                 dist.init_process_group(
@@ -234,7 +236,11 @@ def process_group(
 
 
 def _never_stuck(world: World, uses_nccl: bool) -> contextlib.AbstractContextManager[None]:
-    return ended_if_stuck(world.place) if world.is_live and uses_nccl else contextlib.nullcontext()
+    if not (world.is_live and uses_nccl):
+        return contextlib.nullcontext()
+    from ddp_core.distributed.live_nccl import ended_if_stuck
+
+    return ended_if_stuck(world.place)
 
 
 def local_device(world: World, device_type: str) -> torch.device:
@@ -286,6 +292,8 @@ def _meet(world: World, timeout: float, is_left_behind: Callable[[], bool] | Non
     assert port is not None
     try:
         if world.members_at is not None:
+            from ddp_core.distributed.members import store_at
+
             # One store serves all memberships of a launch, one after another.
             store: dist.Store = dist.PrefixStore(f"membership/{world.membership}", store_at(world.members_at, timeout))
         elif world.serves_store:

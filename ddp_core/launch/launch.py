@@ -29,16 +29,23 @@ from torch.distributed.elastic.rendezvous import (
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.refusals import require_open_files
 from ddp_core.base.torch_internals import ALIKE_NODES, HANDLED_SIGNALS, SEPARATE_STORES, end_keep_alives
+from ddp_core.config.options import Options
 from ddp_core.distributed.reports import read_reports, tell_user, write_launcher
 from ddp_core.distributed.stop import asking_signals, describe_signal, stopped_untrained
 from ddp_core.experiment.request import Request
-from ddp_core.launch.agent import Agent, WouldRepeat
+from ddp_core.launch.agent import Agent, HandedOver, WouldRepeat
 from ddp_core.launch.decision import FINISHING_SECONDS
-from ddp_core.launch.live import with_recovery
-from ddp_core.launch.live_agent import HandedOver, LiveAgent
-from ddp_core.launch.live_meeting import LiveRendezvous, join_live
-from ddp_core.launch.meeting import Meeting, RendezvousLost, facts_of_nodes, join, leaves_when_cut_off, own_address
+from ddp_core.launch.meeting import (
+    Meeting,
+    RendezvousLost,
+    facts_of_nodes,
+    join,
+    leaves_when_cut_off,
+    own_address,
+    reach,
+)
 from ddp_core.launch.nursery import Entry, Nursery
+from ddp_core.launch.recovery import with_recovery
 from ddp_core.record.directory import RunDirectory, find_launch
 
 _CUT_OFF_SECONDS = 20.0
@@ -160,15 +167,18 @@ def _run_node(
         os.environ["DDP_REPORT_DIR"] = str(reports)
         before = {number: signal.getsignal(number) for number in heard}
         try:
-            is_live = request.options.recovery == "live"
-            if is_live:
+            kind: Callable[..., Agent] = Agent
+            handler: RendezvousHandler
+            looking, nproc_per_node = _LOOKING_SECONDS, request.layout.nproc_per_node
+            if request.options.recovery == "live":
+                from ddp_core.launch.live_agent import LiveAgent
+                from ddp_core.launch.live_meeting import LiveRendezvous
+
                 os.environ[ALIKE_NODES] = "1"
-            nproc_per_node = request.layout.nproc_per_node
-            handler = (
-                join_live(meeting, address, facts, nproc_per_node, join_seconds)
-                if is_live
-                else join(meeting, address, join_seconds)
-            )
+                handler = LiveRendezvous(reach(meeting), meeting, address, facts, nproc_per_node, join_seconds)
+                kind, looking = partial(LiveAgent, request.options.timeout), _LIVE_SECONDS
+            else:
+                handler = join(meeting, address, join_seconds)
             spec = WorkerSpec(
                 role="trainer",
                 local_world_size=nproc_per_node,
@@ -176,13 +186,12 @@ def _run_node(
                 args=tuple(words),
                 rdzv_handler=handler,
                 max_restarts=request.options.max_restarts,
-                monitor_interval=_LIVE_SECONDS if is_live else _LOOKING_SECONDS,
+                monitor_interval=looking,
                 local_addr=address,
             )
             logs = DefaultLogsSpecs(log_dir=str(Path(scratch) / "logs"))
-            kind = partial(LiveAgent, request.options.timeout) if is_live else Agent
             agent = kind(spec, logs, reports, nursery, heard, facts)
-            return _run_agent(agent, handler, reports, meeting, request.options.timeout, join_seconds)
+            return _run_agent(agent, handler, reports, meeting, request.options, join_seconds)
         except RendezvousLost:
             # This process goes on. After any other end it leaves.
             for number, handler_before in before.items():
@@ -193,16 +202,16 @@ def _run_node(
 
 
 def _run_agent(
-    agent: Agent, handler: RendezvousHandler, reports: Path, meeting: Meeting, timeout: float, join_seconds: int
+    agent: Agent, handler: RendezvousHandler, reports: Path, meeting: Meeting, options: Options, join_seconds: int
 ) -> int:
     """Run the agent, and make one exit code or one exception of each way in which it can end."""
     try:
         with ExitStack() as stack:
-            if not isinstance(handler, LiveRendezvous):
+            if options.recovery != "live":
                 # A thread that waits for the store's answer while the interpreter ends aborts the process, and its exit
                 # code is lost. The rendezvous itself stays open for other nodes.
                 stack.callback(end_keep_alives, handler, _ENDING_SECONDS)
-                patience = max(2 * timeout, _CUT_OFF_SECONDS)
+                patience = max(2 * options.timeout, _CUT_OFF_SECONDS)
                 stack.enter_context(leaves_when_cut_off(meeting.endpoint, patience, agent.kill_workers))
             result = agent.run()
     except SignalException as stopped:

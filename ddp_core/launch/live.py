@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed import DistError
 
-from ddp_core.base.errors import UserError
 from ddp_core.distributed.members import Members, Notes, Over, store_at
 from ddp_core.distributed.membership import Membership, ended_with, lost_in_silence, name_of, node_of
 from ddp_core.distributed.reports import tell_user
 from ddp_core.distributed.seat import group_file, room_file
-from ddp_core.experiment.request import Request
 from ddp_core.launch.lines import Lines
 from ddp_core.launch.live_meeting import LiveRendezvous, StoreSearch
 
@@ -25,47 +22,6 @@ _TOGETHER_SECONDS = 0.2
 _POLL_SECONDS = 0.05
 _CHANGING_SECONDS = 0.005
 """Between two looks whether somebody has noted something, where a change is under way."""
-
-
-def with_recovery(request: Request, most_nodes: int) -> Request:
-    """The request with the recovery that it can have, `live` or `restart`, on up to `most_nodes` nodes.
-
-    `auto` becomes a restart wherever the workers cannot go on without a lost one, where nobody would be left, and where
-    going on is not known to be wanted: with callbacks, which may be told of a step once more, and on GPUs, where it has
-    not run over NCCL. A live one becomes a restart, and the user is told, with shards. Raises UserError (2) where it
-    cannot be had for another reason.
-    """
-    layout, options = request.layout, request.options
-    if options.recovery == "restart":
-        return request
-    obstacles = {
-        "only with the exact reduction do fewer processes compute the same bits": options.reduction != "exact",
-        "--launcher spawn replaces no process": options.launcher == "spawn",
-    }
-    found = next((words for words, is_so in obstacles.items() if is_so), None)
-    if options.recovery == "auto":
-        is_meant = (
-            layout.device == "cpu"
-            and most_nodes * layout.nproc_per_node > 1
-            and options.max_restarts > 0
-            and request.evaluated is None
-            and not request.loaded.namespace.get("callbacks")
-        )
-        is_live = is_meant and found is None and layout.shard == "none"
-        return _recovering(request, "live" if is_live else "restart")
-    if found is not None:
-        raise UserError(f"--recovery live cannot be had here: {found}; use --recovery restart")
-    if layout.shard == "none":
-        return request
-    tell_user(
-        f"--recovery live: with --shard {layout.shard} each part is on one rank alone, and is lost with it; where a "
-        "rank is lost, all start again from the newest checkpoint, as with --recovery restart"
-    )
-    return _recovering(request, "restart")
-
-
-def _recovering(request: Request, recovery: str) -> Request:
-    return replace(request, options=request.options.model_copy(update={"recovery": recovery}))
 
 
 class LiveWorkers:

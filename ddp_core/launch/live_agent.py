@@ -13,13 +13,13 @@ from typing import Any, cast
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode
 from ddp_core.base.torch_internals import start_again, workers_of
 from ddp_core.distributed.members import Notes
 from ddp_core.distributed.processes import end_processes, is_stopped
 from ddp_core.distributed.reports import tell_user
 from ddp_core.distributed.seat import stop_file
-from ddp_core.launch.agent import Agent
+from ddp_core.launch.agent import Agent, HandedOver
 from ddp_core.launch.decision import (
     FINISHING_SECONDS,
     STARTING_ALL_AGAIN,
@@ -34,13 +34,6 @@ from ddp_core.launch.nursery import started_by
 
 _LAST_SECONDS = 300.0
 """So long a launcher whose workers are done waits for those of other nodes, as torch's does."""
-
-
-class HandedOver(UserError):
-    """This node has left the others, as it was asked to, and they go on."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(f"this node has left the others, who go on ({number.name})", ExitCode.STOPPED)
 
 
 class LiveAgent(Agent):

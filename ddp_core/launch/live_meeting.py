@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from ddp_core.distributed.addresses import give_up_silence
 from ddp_core.distributed.members import Members, connected_store
 from ddp_core.distributed.membership import Membership, name_of, node_of
-from ddp_core.launch.meeting import Meeting, note_request, reach
+from ddp_core.launch.meeting import Meeting, note_request
 
 _NEWEST, _CLOSED = "newest", "closed"
 _LAST_CALL_SECONDS = 2.0
@@ -214,13 +214,6 @@ class LiveRendezvous(RendezvousHandler):
         """See torch."""
         self.set_closed()
         return True
-
-
-def join_live(
-    meeting: Meeting, address: str, facts: Mapping[str, str], count: int, join_seconds: float
-) -> LiveRendezvous:
-    """Reach the place where the nodes meet; see `LiveRendezvous`. Raises what `reach` does."""
-    return LiveRendezvous(reach(meeting), meeting, address, facts, count, join_seconds)
 
 
 class StoreSearch:

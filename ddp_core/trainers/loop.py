@@ -6,6 +6,7 @@ import contextlib
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.keyed_draws import without_key
+from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.stop import ASKED_ELSEWHERE, Stopped
 from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.reduction.refusal import DependsOnLayout
@@ -89,8 +90,6 @@ class Loop:
         """End the run here, saved by all ranks; or raise Regroup, where they only make room for another one."""
         stop = self._job.stop
         if self._job.makes_room is not None and not any(self._job.collectives.gather(stop.requested)):
-            from ddp_core.distributed.membership import Regroup
-
             raise Regroup
         self.observers.before_stop()
         stop.saved()
