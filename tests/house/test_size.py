@@ -19,7 +19,7 @@ OF_LIVE_RECOVERY = {
     *("ddp_core.distributed.members", "ddp_core.distributed.seat", "ddp_core.distributed.live_nccl"),
     "ddp_core.trainers.held",
 }
-"""What neither the launcher nor a worker loads where a lost rank ends the others: a worker is a fork of the launcher."""
+"""What a launch loads only where others go on without a lost rank; a worker is a fork of its launcher."""
 
 
 def lines_of(file: Path) -> int:
