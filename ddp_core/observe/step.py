@@ -57,7 +57,8 @@ class StepReport:
 class StepObserver:
     """Something that is told the moments of a training; the methods stand in the order in which they are called.
 
-    An observer may wait, write, or raise to end the run. It overrides the methods that it needs; the others do nothing.
+    An observer may wait, write, or raise on every rank to end the run. It overrides the methods that it needs; the
+    others do nothing.
     """
 
     def begin(self) -> None:
@@ -70,7 +71,10 @@ class StepObserver:
         """This rank will now wait for other ranks; of several calls in a step, the first one counts."""
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
-        """Every `.grad` holds the mean gradient; weights change next. `reports` are those read now, oldest first."""
+        """The mean gradients are there, with fp16 times their scale, with shards this rank's part; weights change next.
+
+        `reports` are those of the losses that are read now, oldest first.
+        """
 
     def skipped(self, batch: StepBatch) -> None:
         """A loss was not finite: the weights stay as they are."""
@@ -79,13 +83,13 @@ class StepObserver:
         """The weights have been updated (or the step skipped), and the step counts as done."""
 
     def step_done(self, batch: StepBatch) -> None:
-        """All observers know of the step; ranks may agree that it was the last one."""
+        """All observers know of the step; ranks may agree here that it is the last one."""
 
     def epoch_done(self, batch: StepBatch) -> None:
         """The step was the last one of its epoch, or of the run."""
 
     def settle(self, batch: StepBatch) -> None:
-        """Nothing changes the state any more before the next step: it may be compared, and saved."""
+        """Weights change no more before the next step: they may be compared, and saved."""
 
     def before_stop(self) -> None:
         """The run is to end here, on request, and to be resumed later."""

@@ -83,15 +83,17 @@ def build_trainer(job: Job) -> Trainer:
     evaluator = Evaluator(job, strategy, clock, steps)
     callbacks = CallbackCalls(job, steps, clock)
     witnessed = Witnessed(job, steps, saving, guard)
+    # The clock counts what others take. An evaluation is printed with the epoch's mean loss, and callbacks get both.
     observers: list[StepObserver] = [clock, figures, evaluator]
     if job.options.on_nan == "skip" or job.makes_room is not None:
         from ddp_core.trainers.buffer_copies import BufferCopies
 
         observers.append(BufferCopies(state))
-    # What follows looks at weights, which callbacks may change.
+    # What follows looks at weights, which callbacks may change. Nothing is saved that a check has not let pass.
     observers += [callbacks, WeightDigests(job, clock, steps), guard, witnessed]
     if job.trial.noted_in is not None:
         observers.append(StepNotes(job, state, job.trial.noted_in))
+    # Anybody may freeze parameters before a step; that counts from this step on.
     observers += [KeptDigests(job, clock, steps, saving), saving, outside, Retraining(job, strategy, losses)]
     loop = Loop(strategy, update, steps, StepObservers(observers))
     return Trainer(job, state, steps, strategy, loop, clock, figures, evaluator, callbacks, guard, witnessed, saving)

@@ -19,7 +19,7 @@ class WeightDigests(StepObserver):
 
     def settle(self, batch: StepBatch) -> None:
         every, state = self._job.options.digest_every, self._steps.state
-        if not self._steps.end_epoch and (every is None or state.step % every):
+        if not self._steps.ends_epoch and (every is None or state.step % every):
             return
         with self._clock.aside("other"):
             weights = state.ownership.whole_weights()

@@ -68,7 +68,7 @@ class Job:
     makes_room: Callable[[], bool] | None = None
     """Whether all ranks are to leave at the end of the step, to let a new one in; None where none can come."""
     observers: Sequence[StepObserver] = ()
-    """Told of every moment, in this order, after the trainer's own observers."""
+    """Told of every moment, in this order, after the trainer's own that write or compare."""
 
     @property
     def device(self) -> torch.device:

@@ -80,14 +80,14 @@ class Loop:
     def _settle(self, batch: StepBatch) -> None:
         """Do what follows an update."""
         self.observers.step_done(batch)
-        if self.steps.end_epoch:
+        if self.steps.ends_epoch:
             self.observers.epoch_done(batch)
         self.observers.settle(batch)
         if self._job.collectives.world.is_first:
-            self._state.commit()  # what the others have done here leaves no trace: only rank 0 writes
+            self._state.commit()  # another rank would have to write it all again, since only rank 0 writes
 
     def _leave(self) -> None:
-        """End the run here, saved by all ranks; or raise Regroup, where they only make room for another one."""
+        """End the run here, once it is saved; or raise Regroup, where the ranks only make room for another one."""
         stop = self._job.stop
         if self._job.makes_room is not None and not any(self._job.collectives.gather(stop.requested)):
             raise Regroup

@@ -22,7 +22,7 @@ class Steps:
         return self.state.step == self.total or self.state.position.ended_early is not None
 
     @property
-    def end_epoch(self) -> bool:
+    def ends_epoch(self) -> bool:
         """Whether an epoch has just ended; the end of the run may cut the last one short."""
         return self.are_done or self.state.step % self.per_epoch == 0
 

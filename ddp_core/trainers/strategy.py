@@ -57,12 +57,15 @@ class Strategy(ABC):
 
     @abstractmethod
     def compute_gradients(self, batch: StepBatch) -> None:
-        """Forward, backward, reduction: leaves the mean gradient over the global batch in every `.grad`."""
+        """Forward, backward, reduction: leaves the mean gradient over the global batch in every `.grad`.
+
+        It puts the loss of each micro-batch that it computes into `losses`, and calls `send_losses` once.
+        """
 
     def send_losses(self, batch: StepBatch) -> None:
         """Send the step's losses, and whether this process was asked to leave.
 
-        Called once per step on every rank, after its last forward and before it waits for another rank.
+        Called once per step on every rank, after its last forward.
         """
         makes_room = self.job.makes_room is not None and self.job.makes_room()
         self.losses.send(batch, self.job.stop.requested or makes_room)

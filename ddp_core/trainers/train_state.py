@@ -43,12 +43,12 @@ class Position:
     """Where a training stands, and its figures up to there. Random state follows from it."""
 
     step: int = 0
-    """How many optimizer steps are done, over the whole run."""
+    """How many steps are done over the whole run; one that was skipped counts."""
     epoch_loss: float = 0.0
     """Sum of the losses of all samples trained in the epoch so far."""
     epoch_samples: int = 0
     last_epoch_loss: float | None = None
-    """Mean loss over the samples of the last whole epoch."""
+    """Mean loss over the samples of the last epoch that has ended, which the end of the run may cut short."""
     best: float | None = None
     evaluation: dict[str, Any] = field(default_factory=dict)
     trained_seconds: float = 0.0
@@ -94,7 +94,7 @@ class TrainState:
 
     @property
     def step(self) -> int:
-        """How many optimizer steps are done, over the whole run."""
+        """How many steps are done, over the whole run."""
         return self.position.step
 
     @step.setter

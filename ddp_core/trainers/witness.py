@@ -111,6 +111,7 @@ class Witnessed(StepObserver):
     def _note(self, step: int, saved: int) -> None:
         """Keep what the step has made, and compare it with what it made before an interruption."""
         self._reached = step
+        sums: Sums | None = None
         with self._guard.check(_KIND, step):
             sums = state_sums(self._steps.state, self._job.layout.saves_in_parts, self._job.is_first)
         if sums is not None:

@@ -232,7 +232,7 @@ def test_a_process_whose_device_stays_stuck_ends_in_a_live_recovery(
     ends: bool, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_group, "abort_process_groups", lambda _: ends)
-    monkeypatch.setattr(process_group, "end_this_process", done.append)
+    monkeypatch.setattr(live_nccl, "end_this_process", done.append)
     with pytest.raises(KeyError), Collectives(LIVE, torch.device("cuda")).abandoned_on_error():
         raise KeyError
     assert done == [] if ends else ["rank 1 (node 0): NCCL does not end, so this process does"]
