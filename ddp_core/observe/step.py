@@ -62,7 +62,7 @@ class StepObserver:
     """
 
     def begin(self) -> None:
-        """The first step of this process comes next; a collective may be made here."""
+        """This process begins to train, with ranks that it has not met before; all of them are told."""
 
     def before_step(self, batch: StepBatch) -> None:
         """The batch is loaded, and nothing of it has been computed yet."""
@@ -85,8 +85,11 @@ class StepObserver:
     def step_done(self, batch: StepBatch) -> None:
         """All observers know of the step; ranks may agree here that it is the last one."""
 
-    def epoch_done(self, batch: StepBatch) -> None:
-        """The step was the last one of its epoch, or of the run."""
+    def epoch_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+        """The step was the last one of its epoch, or of the run.
+
+        `reports` are of losses that were not read before; there are none, unless a callback has ended the run.
+        """
 
     def settle(self, batch: StepBatch) -> None:
         """Weights change no more before the next step: they may be compared, and saved."""
@@ -131,8 +134,8 @@ class StepObservers(StepObserver):
     def step_done(self, batch: StepBatch) -> None:
         self.tell("step_done", batch)
 
-    def epoch_done(self, batch: StepBatch) -> None:
-        self.tell("epoch_done", batch)
+    def epoch_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+        self.tell("epoch_done", batch, reports)
 
     def settle(self, batch: StepBatch) -> None:
         self.tell("settle", batch)

@@ -44,7 +44,7 @@ class LiveRecovery(Recovery):
         super().__init__()
         self._seat = Seat(world, timeout)
         self.stop_file = None if world.report_dir is None else stop_file(world.report_dir)
-        self.is_left_behind = self._ask_left_behind
+        self.is_left_behind = lambda: self._seat.is_left_behind
         self.makes_room = lambda: self._seat.makes_room
         self._held: HeldState | None = None
         self._callbacks: Sequence[Callback] | None = None
@@ -62,9 +62,6 @@ class LiveRecovery(Recovery):
             if (place := self._seat.take(lambda: stop.requested)) is None:
                 return
             yield request.for_ranks(place.nnodes, place.nproc_per_node), place
-
-    def _ask_left_behind(self) -> bool:
-        return self._seat.is_left_behind
 
     def await_built(self, collectives: Collectives) -> None:
         """Wait until all ranks have sent what building a trainer sends: from then on its weights are a state to hold.

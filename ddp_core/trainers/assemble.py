@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -10,8 +11,9 @@ from ddp_core.config.cut import BatchCut
 from ddp_core.data.loader import Loader
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.builders import lay_out
-from ddp_core.observe.step import StepObserver, StepObservers, StepReport
+from ddp_core.observe.step import StepObserver, StepObservers
 from ddp_core.sharding import Sharding
+from ddp_core.trainers.bad_loss import end_or_skip
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.callback_calls import CallbackCalls
 from ddp_core.trainers.checks import Guard
@@ -75,11 +77,13 @@ def build_trainer(job: Job) -> Trainer:
     guard = Guard(job, state, clock, saving)
     read_every = steps_between_reading(job.options, state, job.device, job.makes_room is not None)
     gate = LossGate(state.optimizer, job.device) if read_every > 1 else None
-    losses = _losses(job, batches, saving, outside, read_every, gate)
+    losses = StepLosses(
+        job.collectives, batches.cut.micro_batches, saving.may_save, outside.before_wait, read_every, gate
+    )
     strategy = _strategy_of(job)(job, state, batches, passes, losses, clock, guard.compares_after)
     held_back = None if gate is None else gate.closed
     update = WeightUpdate(job.experiment, state, batches.steps_per_epoch, strategy.clip_gradients, held_back)
-    figures = Figures(job, state, clock, steps, losses)
+    figures = Figures(job, state, clock, steps)
     evaluator = Evaluator(job, strategy, clock, steps)
     callbacks = CallbackCalls(job, steps, clock)
     witnessed = Witnessed(job, steps, saving, guard)
@@ -95,7 +99,7 @@ def build_trainer(job: Job) -> Trainer:
         observers.append(StepNotes(job, state, job.trial.noted_in))
     # Anybody may freeze parameters before a step; that counts from this step on.
     observers += [KeptDigests(job, clock, steps, saving), saving, outside, Retraining(job, strategy, losses)]
-    loop = Loop(strategy, update, steps, StepObservers(observers))
+    loop = Loop(strategy, update, steps, StepObservers(observers), partial(end_or_skip, job, batches, saving))
     return Trainer(job, state, steps, strategy, loop, clock, figures, evaluator, callbacks, guard, witnessed, saving)
 
 
@@ -140,19 +144,6 @@ def _batches(job: Job) -> Batches:
 def _steps(job: Job, state: TrainState, batches: Batches) -> Steps:
     total, only = job.experiment.total_steps(batches.steps_per_epoch), job.trial.only_steps
     return Steps(state, batches.steps_per_epoch, total if only is None else min(total, only))
-
-
-def _losses(
-    job: Job, batches: Batches, saving: Saving, outside: StepObserver, read_every: int, gate: LossGate | None
-) -> StepLosses:
-    def met_bad(report: StepReport, done: int) -> None:
-        from ddp_core.trainers.bad_loss import end_or_skip
-
-        end_or_skip(job, batches, saving, report, done)
-
-    return StepLosses(
-        job.collectives, batches.cut.micro_batches, saving.may_save, met_bad, outside.before_wait, read_every, gate
-    )
 
 
 def _overlaps(job: Job) -> bool:

@@ -69,8 +69,8 @@ class Batches:
         shares = (self.cut.share(share, samples) for share in range(self.cut.shares))
         return next(share for share, parts in enumerate(shares) if any(part.index == micro_batch for part in parts))
 
-    def untrained(self, step: int) -> StepBatch:
-        """The batch of a step without any micro-batch: what is said of a step that was trained before."""
+    def done(self, step: int) -> StepBatch:
+        """The batch of a step that was trained before, without its micro-batches."""
         return StepBatch(step, step // self.steps_per_epoch, self.samples_of(step), [], [], [])
 
     def starting_at(self, first_step: int, stop_step: int) -> Generator[StepBatch]:

@@ -1,4 +1,4 @@
-"""Takes back what a forward has done to buffers, batch-norm statistics for example, when its loss is not finite."""
+"""Copies of buffers, such as batch-norm statistics, which a forward changes before anybody knows whether it counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ddp_core.trainers.train_state import TrainState
 
 
 class BufferCopies(StepObserver):
-    """Keeps the buffers of each step's beginning, and puts them back where the step is skipped."""
+    """Keeps the buffers of each step's beginning; they come back where the step is skipped, or dropped."""
 
     def __init__(self, state: TrainState) -> None:
         self._state = state

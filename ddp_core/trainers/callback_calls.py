@@ -113,7 +113,7 @@ class CallbackCalls(StepObserver):
         self._call("on_step", batch.epoch, self._loss)
         self._agree_to_end("on_step")
 
-    def epoch_done(self, batch: StepBatch) -> None:
+    def epoch_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
         with self._clock.aside():
             is_evaluated = self._steps.state.evaluated_at == self._steps.state.step
             self._call("on_epoch", batch.epoch, self._steps.state.position.last_epoch_loss, is_evaluated)

@@ -39,7 +39,6 @@ class Guard(StepObserver):
         self.mode = self._job.options.guard if self._job.is_exact else "off"
         self.is_broken = False
         """Whether a check has found something in a run that shall go on all the same; then nothing more is checked."""
-        self.has_random_data = self._job.run.has_random_data
         self.figures: dict[str, Any] = {"mode": self.mode, "seconds": {}}
         """What run.json keeps of the guard, in `attempts`: among them the seconds of each kind of check."""
         self._memory: DeviceMemory | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from ddp_core.base.seeds import EvaluationSeed
 from ddp_core.data.splits import first_items
 from ddp_core.data.trees import Tree
 from ddp_core.observe.metrics import readable
-from ddp_core.observe.step import StepBatch, StepObserver
+from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.written_parameters import WrittenParameters
 from ddp_core.trainers.clock import StepClock
@@ -31,7 +32,7 @@ class Evaluator(StepObserver):
         self._job, self._strategy, self._clock, self._steps = job, strategy, clock, steps
         self._state = strategy.state
 
-    def epoch_done(self, batch: StepBatch) -> None:
+    def epoch_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
         with self._clock.aside():
             self._strategy.settle_buffers()
             if (batch.epoch + 1) % self._job.experiment.evaluation.every_epochs == 0 or self._steps.are_done:

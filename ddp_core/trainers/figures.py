@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
-from ddp_core.trainers.step_losses import StepLosses
 from ddp_core.trainers.steps import Steps
 from ddp_core.trainers.train_state import TrainState
 
@@ -20,17 +19,14 @@ class Figures(StepObserver):
     Its seconds are those of training: without what the clock keeps aside.
     """
 
-    def __init__(self, job: Job, state: TrainState, clock: StepClock, steps: Steps, losses: StepLosses) -> None:
-        self._job, self._state, self._clock, self._steps, self._losses = job, state, clock, steps, losses
+    def __init__(self, job: Job, state: TrainState, clock: StepClock, steps: Steps) -> None:
+        self._job, self._state, self._clock, self._steps = job, state, clock, steps
         self._is_warm = False
         self.loss = math.nan
         """The mean loss of the newest step that was read."""
         self._start_record()
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
-        self._count(reports)
-
-    def _count(self, reports: Sequence[StepReport]) -> None:
         for report in reports:
             loss = report.loss
             if math.isfinite(loss):
@@ -60,10 +56,9 @@ class Figures(StepObserver):
             epoch, lr = (step - 1) // self._steps.per_epoch, self._state.learning_rate
             self._job.metrics.write("step", step=step, epoch=epoch, loss=self.loss, lr=lr, samples_per_second=None)
 
-    def epoch_done(self, batch: StepBatch) -> None:
+    def epoch_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
         """Write a record of the steps that no record covers yet, and keep the epoch's mean loss."""
-        # Where a callback has ended the run, losses may be unread still, on CUDA.
-        self._count(self._losses.read(self._state.step))
+        self.gradients_done(batch, reports)
         if self._samples:
             self._write(batch)
         self._state.position.end_epoch()

@@ -22,7 +22,7 @@ from ddp_core.trainers.testimony import Witness
 
 @dataclass(frozen=True)
 class Trial:
-    """How a training is cut short that is no run for its own sake: a rehearsal, or the steps that a witness repeats."""
+    """What differs in a training that is no run for its own sake: a rehearsal, or steps that a witness repeats."""
 
     in_miniature: bool = False
     """Whether epochs are cut to a few steps, and a few batches are enough for an evaluation."""
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which alone writes and says."""
+        """Whether this is rank 0."""
         return self.collectives.world.is_first
 
     @property

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.keyed_draws import without_key
 from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.stop import ASKED_ELSEWHERE, Stopped
-from ddp_core.observe.step import StepBatch, StepObserver
+from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.trainers.passes import WeightUpdate
 from ddp_core.trainers.steps import Steps
 from ddp_core.trainers.strategy import Strategy
+from ddp_core.trainers.torch_errors import note_samples
 
 
 class Loop:
@@ -22,8 +24,16 @@ class Loop:
     which order the observers are told. Every rank makes the same steps, and meets the same end.
     """
 
-    def __init__(self, strategy: Strategy, update: WeightUpdate, steps: Steps, observers: StepObserver) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        update: WeightUpdate,
+        steps: Steps,
+        observers: StepObserver,
+        end_or_skip: Callable[[StepReport, int], None],
+    ) -> None:
         self.strategy, self.update, self.steps, self.observers = strategy, update, steps, observers
+        self._end_or_skip = end_or_skip
         self._state, self._losses, self._job = strategy.state, strategy.losses, strategy.job
 
     def fit(self) -> None:
@@ -36,7 +46,7 @@ class Loop:
         strategy.clock.restart()  # what ranks have waited for each other until now is no training
         if not state.is_settled:  # a rank was lost after the update, in a live recovery
             strategy.seeds.update(state.step - 1)
-            self._settle(strategy.batches.untrained(state.step - 1))
+            self._settle(strategy.batches.done(state.step - 1))
         end = state.step if self.steps.are_done else self.steps.total
         # After an error the device may wait for a lost peer. It is freed before anything is closed that may wait for
         # the device: the stream's thread, and what the caller closes.
@@ -51,7 +61,7 @@ class Loop:
                 leaves, reports = self._losses.receive(batch)
                 strategy.seeds.update(batch.step)
                 observers.gradients_done(batch, reports)
-                if all(report.is_finite for report in reports):
+                if self._are_finite(reports, batch.step + 1):
                     self.update.make(batch.step)
                 else:
                     observers.skipped(batch)
@@ -72,8 +82,6 @@ class Loop:
         except DependsOnLayout as error:
             raise UserError(f"{self.strategy.where}: {error}") from None
         except Exception as error:
-            from ddp_core.trainers.torch_errors import note_samples
-
             note_samples(error, batch)
             raise
 
@@ -81,10 +89,20 @@ class Loop:
         """Do what follows an update."""
         self.observers.step_done(batch)
         if self.steps.ends_epoch:
-            self.observers.epoch_done(batch)
+            late = self._losses.read()
+            self._are_finite(late, self._state.step)
+            self.observers.epoch_done(batch, late)
         self.observers.settle(batch)
-        if self._job.collectives.world.is_first:
-            self._state.commit()  # another rank would have to write it all again, since only rank 0 writes
+        # On another rank the step stays unsettled: rank 0 may be lost before it has written what follows from it.
+        if self._job.is_first:
+            self._state.commit()
+
+    def _are_finite(self, reports: Sequence[StepReport], done: int) -> bool:
+        """Whether all losses are, after the gradients of `done` steps. Raises UserError (5) unless such steps are skipped."""
+        bad = next((report for report in reports if not report.is_finite), None)
+        if bad is not None:
+            self._end_or_skip(bad, done)
+        return bad is None
 
     def _leave(self) -> None:
         """End the run here, once it is saved; or raise Regroup, where the ranks only make room for another one."""

@@ -21,6 +21,7 @@ from ddp_core.config.experiment import Experiment, Schedule, called
 from ddp_core.data.trees import Tree, call, map_tensors
 from ddp_core.model.builders import laid_out
 from ddp_core.model.losses import Loss
+from ddp_core.trainers.torch_errors import note_backward, note_labels
 from ddp_core.trainers.train_state import TrainState
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,8 +94,6 @@ class Passes:
             try:
                 loss = self._loss(outputs, targets)
             except Exception as error:
-                from ddp_core.trainers.torch_errors import note_labels
-
                 note_labels(error, outputs, targets)
                 raise
         return outputs, targets, _summed_loss(loss, self._loss_name)
@@ -112,8 +111,6 @@ class Passes:
             try:
                 backward_from(loss, weight)
             except Exception as error:
-                from ddp_core.trainers.torch_errors import note_backward
-
                 note_backward(error)
                 raise
 

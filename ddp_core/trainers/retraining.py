@@ -20,7 +20,7 @@ class Retraining(StepObserver):
     def before_step(self, batch: StepBatch) -> None:
         """Train from this step on what the flags say.
 
-        Raises UserError, on every rank, where ranks differ, where the optimizer would not update a parameter that is
+        Raises UserError where ranks differ, and on every rank where the optimizer would not update a parameter that is
         trained now, and where nothing is trained any more.
         """
         if not (changes := self._trained.changes()):
@@ -28,7 +28,7 @@ class Retraining(StepObserver):
         model, where = self._strategy.model, self._strategy.where
         self._strategy.refuse_to_retrain(changes)
         if not self._losses.all_retrain() or len({*map(str, self._job.collectives.gather(changes))}) > 1:
-            raise not_on_all(f"{where}: {describe_changes(changes)}")
+            raise not_on_all(f"{where}: {describe_changes(changes)}, and not the same on all ranks")
         updated = {id(each) for group in self._strategy.state.optimizer.param_groups for each in group["params"]}
         for name, parameter in model.named_parameters():
             parameter.grad = None  # that of the last step would go on changing a parameter that is frozen now

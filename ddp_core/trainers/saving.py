@@ -131,7 +131,11 @@ class Saving(StepObserver):
             self.save()
 
     def before_stop(self) -> None:
-        self.save(wait=True)
+        if self.newest_step < self._state.step:
+            self.save(wait=True)
+            return
+        self.wait()
+        self._job.collectives.barrier()
 
     def end(self) -> None:
         self.wait()

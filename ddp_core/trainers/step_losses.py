@@ -28,8 +28,7 @@ class StepLosses:
     On the CPU one sum carries the losses and the requests. On CUDA the losses stay on the device until they are read,
     every `read_every` steps and wherever the step `may_save`, so that the loop need not wait for the device in every
     step, and a `gate` holds updates back. There a second sum, of a CPU tensor over gloo, carries the requests, so that
-    every rank follows them at the end of the same step. `met_bad` is called with a report that is not finite, and the
-    step that was then received; it may raise. `tell_wait` is called before this rank waits for others.
+    every rank follows them at the end of the same step. `tell_wait` is called before this rank waits for others.
     """
 
     def __init__(
@@ -37,13 +36,12 @@ class StepLosses:
         collectives: Collectives,
         micro_batches: int,
         may_save: Callable[[int], bool],
-        met_bad: Callable[[StepReport, int], None],
         tell_wait: Callable[[], None] = lambda: None,
         read_every: int = 1,
         gate: LossGate | None = None,
     ) -> None:
         self._collectives, self._micro_batches = collectives, micro_batches
-        self._may_save, self._met_bad, self._read_every, self._gate = may_save, met_bad, read_every, gate
+        self._may_save, self._read_every, self._gate = may_save, read_every, gate
         self.tell_wait = tell_wait
         self._by_micro_batch: dict[int, Tensor] = {}
         self._requests = torch.zeros(_REQUESTS, dtype=torch.float64)
@@ -77,7 +75,7 @@ class StepLosses:
     def all_retrain(self) -> bool:
         """Whether every rank calls this now, because other parameters train there, and none goes on to `send`.
 
-        A rank that calls `send` meanwhile raises in `receive`.
+        A rank that calls `send` meanwhile loses this one, or raises in `receive`.
         """
         world = self._collectives.world
         if world.world_size == 1:
@@ -94,7 +92,8 @@ class StepLosses:
         is_on_cpu = self._collectives.device.type == "cpu"
         self._requests = vector[-_REQUESTS:] if is_on_cpu else torch.zeros(_REQUESTS, dtype=torch.float64)
         self._requests[0], self._requests[1] = leaves, retrains
-        begun = [self._collectives.start_sum(each) for each in ([vector] if is_on_cpu else [self._requests, vector])]
+        sent = [vector] if is_on_cpu else [self._requests, *([] if retrains else [vector])]
+        begun = [self._collectives.start_sum(each) for each in sent]
         self._sums = [work for work in begun if work is not None]
 
     def _finish_sums(self) -> None:
@@ -112,14 +111,15 @@ class StepLosses:
         self._finish_sums()
         leaves, retrains = (bool(number) for number in self._requests)
         if retrains:
-            raise not_on_all(f"step {batch.step + 1}, {self._collectives.world.place}: other ranks train others now")
+            place = self._collectives.world.place
+            raise not_on_all(f"step {batch.step + 1}, {place}: other ranks train other parameters now")
         self._pace()
         if self._gate is not None:
             self._gate.see(self._unread[-1][3])
         done = batch.step + 1
         # Losses are read before every save, so that no checkpoint is saved after a bad loss.
         is_due = leaves or done % self._read_every == 0 or self._may_save(done)
-        return leaves, self.read(done) if is_due else []
+        return leaves, self.read() if is_due else []
 
     def _pace(self) -> None:
         """On CUDA, wait until the device is done with the step before: the host runs one step ahead, and no more.
@@ -137,8 +137,8 @@ class StepLosses:
         elif before is not None:
             self._collectives.await_event(before)
 
-    def read(self, done: int) -> list[StepReport]:
-        """The reports of the steps since the last call, oldest first, after `done` steps. Raises as `met_bad` does."""
+    def read(self) -> list[StepReport]:
+        """The reports of the steps since the last call, oldest first."""
         if not self._unread:
             return []
         if self._event is not None:
@@ -152,16 +152,13 @@ class StepLosses:
                 row[micro_batch] = next(values)
             reports.append(StepReport(step, samples, row))
         self._unread.clear()
-        if (bad := next((report for report in reports if not report.is_finite), None)) is not None:
-            self._met_bad(bad, done)
         return reports
 
 
 def not_on_all(what: str) -> UserError:
     """The error where the ranks do not train the same parameters any more."""
     return UserError(
-        f"{what}, and not the same on all ranks: a callback that changes requires_grad needs "
-        '`ranks = "all"` and must do the same on each rank'
+        f'{what}: a callback that changes requires_grad needs `ranks = "all"` and must do the same on each rank'
     )
 
 

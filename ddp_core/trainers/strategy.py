@@ -22,7 +22,7 @@ from ddp_core.trainers.train_state import TrainState
 class Strategy(ABC):
     """Computes the gradients of a step on one kind of layout, over the model of `state`.
 
-    `compares_after` says of a number of steps whether what processes have alike is compared then.
+    `compares_after` tells whether the ranks of a run compare their weights after so many steps; replicas then do, too.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def set_up(self) -> None:
-        """Make what computes and adds up gradients; called once more for each `retrain` of most layouts."""
+        """Make what computes and adds up gradients; made anew by some layouts where other parameters train."""
 
     @abstractmethod
     def compute_gradients(self, batch: StepBatch) -> None:

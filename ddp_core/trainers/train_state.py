@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -198,7 +198,8 @@ class TrainState:
         parameters = dict(self.model.named_parameters())
         for name, flag in state.get("requires_grad", {}).items():
             parameters[name].requires_grad_(flag)
-        self.position = Position(**state["position"])
+        kept = state["position"]
+        self.position = Position(**{each.name: kept[each.name] for each in fields(Position) if each.name in kept})
         self.commit()
 
     def named_callbacks(self) -> Iterator[tuple[str, Callback]]:

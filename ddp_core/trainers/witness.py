@@ -57,7 +57,7 @@ class Witnessed(StepObserver):
         """Whether its answer is still to come."""
         self._due_at = time.monotonic() + _APART_SECONDS
         self._lost: Mapping[int, Sums] | None = None
-        """What the interrupted run has noted of the steps after its checkpoint, by their numbers (empty but on rank 0).
+        """What the interrupted run has noted of the steps after its checkpoint, by their numbers; empty on other ranks.
 
         None, on all ranks, where there are no such notes.
         """

@@ -81,7 +81,7 @@ class Stepper:
             batch = next(self._stream)
             strategy.compute_gradients(batch)
             strategy.losses.receive(batch)
-            strategy.losses.read(batch.step + 1)
+            strategy.losses.read()
             self._update.make(batch.step)
             strategy.state.step += 1
 

@@ -377,7 +377,7 @@ def test_observers_hear_of_a_skipped_step() -> None:
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
 @pytest.mark.parametrize("reduction", ["plain", "exact"])
-def test_a_skipped_step_changes_neither_weights_nor_kept_buffers(layout: Layout, reduction: str) -> None:
+def test_a_skipped_step_changes_neither_weights_nor_buffers(layout: Layout, reduction: str) -> None:
     """The forward of the bad batch has made NaN of the batch-norm statistics."""
     data, recorder = samples(64), Recorder()
     data.inputs[GlobalOrder(64, 0).ids(0, 32, 48)[13]] = math.nan

@@ -43,7 +43,7 @@ class Gone(TwoRanks):
 
 
 def sent(collectives: Collectives, stop: bool = False) -> StepLosses:
-    losses = StepLosses(collectives, 3, lambda _: False, lambda *_: None, read_every=10)
+    losses = StepLosses(collectives, 3, lambda _: False, read_every=10)
     losses.put(1, torch.zeros((), device=META))
     losses.send(BATCH, stop)
     return losses
@@ -55,7 +55,7 @@ def test_a_request_to_stop_is_known_without_reading_the_device(
 ) -> None:
     collectives = TwoRanks(theirs)
     losses = sent(collectives, ours)
-    monkeypatch.setattr(losses, "read", lambda done: [])
+    monkeypatch.setattr(losses, "read", list)
     assert losses.receive(BATCH) == (ours or theirs > 0, [])
     assert collectives.finished == ["cpu", "meta"]
     ((*_, unread),) = losses._unread
