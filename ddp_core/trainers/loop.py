@@ -98,7 +98,7 @@ class Loop:
             self._state.commit()
 
     def _are_finite(self, reports: Sequence[StepReport], done: int) -> bool:
-        """Whether all losses are, after the gradients of `done` steps. Raises UserError (5) unless they may be skipped."""
+        """Whether all are, after the gradients of `done` steps. Raises UserError (5) unless such steps are skipped."""
         bad = next((report for report in reports if not report.is_finite), None)
         if bad is not None:
             self._end_or_skip(bad, done)
