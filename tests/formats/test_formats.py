@@ -154,5 +154,5 @@ def test_the_laboratorys_files_are_read(folder: Path) -> None:
     (drill,), (claim,) = found.drills, found.claims
     assert (drill.digest, drill.identical, drill.exit_code) == (says["weights_sha256"], True, 0)
     assert [fault.outcome for fault in drill.faults] == ["recovered"]
-    assert claim.claim.id == "C01"
+    assert claim.id == "C01"
     assert [line["outcome"] for line in newest(read(folder / "gpu_check.jsonl")).values()] == ["passed"]

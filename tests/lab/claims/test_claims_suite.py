@@ -71,8 +71,8 @@ def test_measured_judged_and_written_as_the_report_reads_it(setting: Setting) ->
     assert content["verdict"] == "confirmed"
     assert content["measurements"] == {"one": 1}
     (found,) = read_findings(setting.output).claims
-    assert found.claim.title == "made up"
-    assert found.claim.series[0].lines[0].values == [1.0, None]
+    assert found.title == "made up"
+    assert found.series[0].lines[0].values == [1.0, None]
 
 
 def test_a_measurement_that_raises_is_inconclusive_in_one_line(setting: Setting) -> None:
@@ -162,8 +162,8 @@ def test_the_page_and_the_report_show_parts_levels_and_stand_ins(setting: Settin
     assert "- the one half: **confirmed**, it holds" in page
     assert "| the one half: bytes (stand-in: threads) | 3 MB | 2 to 4 MB | 99.22 % |  |" in page
     (found,) = read_findings(setting.output).claims
-    assert found.claim.parts[0].verdict == "confirmed"
-    assert found.claim.figures[0].label == "the one half: bytes (stand-in: threads)"
+    assert found.parts[0].verdict == "confirmed"
+    assert found.figures[0].label == "the one half: bytes (stand-in: threads)"
 
 
 def test_a_rule_that_changed_after_measuring_is_told_and_judges_nothing(setting: Setting) -> None:
