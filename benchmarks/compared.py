@@ -11,7 +11,7 @@ from benchmarks.turns import best_bare, summary
 from benchmarks.whole_run import EXACT
 
 BEST_LOOP_TARGET = 1.02
-"""Of trainer_step, to the best bare loop; here, because to import that takes seconds."""
+"""The ratio of trainer_step to the best bare loop; here, because to import that takes seconds."""
 FULLY_TUNED = "fused, memory kept"
 """How the name of a bare loop ends that does all that torch offers; without one, a case has no best bare loop."""
 

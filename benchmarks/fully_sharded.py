@@ -42,7 +42,7 @@ from ddp_lab.claims.measuring import wire
 PLAIN, ALL_TO_ALL, EXACT = "FSDP2, plain", "FSDP2, all-to-all", "parameters, exact"
 WAYS = (PLAIN, ALL_TO_ALL, "parameters, plain", EXACT)
 TARGET = 1.10
-"""Of exact, to FSDP2 with an all-to-all."""
+"""The ratio of exact to FSDP2 with an all-to-all."""
 SAMPLES, LENGTH = 2, 16
 
 

@@ -107,7 +107,7 @@ def words_of(name: str, output: Path, quick: bool, *more: str) -> list[str]:
 
 
 def figures(output: Path) -> dict[str, Any]:
-    """Of the one run in `output`: images per second, seconds per checkpoint, and the seconds of each part of a step."""
+    """Images per second, seconds per checkpoint, and the seconds of each part of a step, of the one run in `output`."""
     (file,) = output.rglob("metrics.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     result = json.loads((file.parent / "run.json").read_text())["result"]

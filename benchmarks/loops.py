@@ -182,7 +182,7 @@ def bare(case: Case, tuning: Tuning) -> Turn:
 
 
 def bare_accumulating(case: Case, tuning: Tuning) -> Turn:
-    """The same with each batch cut into micro-batches, whose gradients add up in `.grad`."""
+    """The bare loop with each batch cut into micro-batches, whose gradients add up in `.grad`."""
     if tuning.keep_memory:
         keep_freed_memory()
     model = case.build_model()

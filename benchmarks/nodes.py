@@ -40,7 +40,7 @@ TARGETS = {200: 0.62, 1000: 0.80, 0: 1.00}
 
 
 def time_ways(rank: int, nodes: int, per_node: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Of each way, in turns: seconds of the slowest rank, processor seconds of all, and bytes out of node 0."""
+    """For each way, in turns: seconds of the slowest rank, processor seconds of all, and bytes out of node 0."""
     world_size = nodes * per_node
     members = [range(node * per_node, (node + 1) * per_node) for node in range(nodes)]
     flat, levels = OrderedSum(dist.group.WORLD), OrderedSum(dist.group.WORLD, members)

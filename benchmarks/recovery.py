@@ -59,7 +59,7 @@ def joins(output: Path) -> tuple[float, int]:
 
 
 def node_joins(output: Path) -> tuple[float, int]:
-    """The same when a new node joins two."""
+    """That time when a new node joins two."""
     watch = Watch(output)
     with nodes(3, output, *LENGTH, *LIVE, pause=PAUSE) as (launches, start, _):
         _strike(watch, lambda: kill_node(2)(launches, None))
@@ -68,7 +68,7 @@ def node_joins(output: Path) -> tuple[float, int]:
 
 
 def node_leaves(output: Path) -> tuple[float, int]:
-    """The same when one of three nodes is asked to leave."""
+    """That time when one of three nodes is asked to leave."""
     watch = Watch(output)
     with nodes(3, output, *LENGTH, *LIVE, pause=PAUSE) as (launches, _, _):
         _await_strike(watch)

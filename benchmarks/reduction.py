@@ -82,7 +82,7 @@ def wrapped(net: nn.Module) -> DistributedDataParallel:
 
 
 def time_shares(rank: int, world_size: int, rounds: int, own: int) -> dict[str, dict[str, list[float]]]:
-    """Of each step of `own` micro-batches per rank, in turns: seconds of the slowest rank, processor seconds of one."""
+    """Seconds of the slowest rank and processor seconds of one, in turns, with `own` micro-batches per rank."""
     group, micro_batches, rows = dist.group.WORLD, own * world_size, torch.randn(4, WIDTH)
     torch.manual_seed(0)
     exact = {

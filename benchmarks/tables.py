@@ -157,7 +157,7 @@ def across_nodes() -> str:
 
 
 def parts_across_nodes() -> str:
-    """The same of sums of which each rank gets its part, and the way back: strided shares and shards."""
+    """A table of sums of which each rank gets its part, and the way back: strided shares and shards."""
     return _across_nodes("parts, one level", "parts, two levels")
 
 

@@ -34,7 +34,7 @@ from benchmarks.turns import rotated
 PHASES = ("start", "steps", "after", "end", "whole")
 SETTINGS = ("data.augment=false",)
 TARGET = 1.05
-"""Of exact, to the bare script with the same micro-batches."""
+"""The ratio of exact to the bare script with the same micro-batches."""
 SCRIPT, ACCUMULATING, EXACT = "bare script", "bare script, accumulating", "ddp train, exact"
 SCRIPTS: dict[str, tuple[str, ...]] = {SCRIPT: (), ACCUMULATING: ("8",)}
 COMMANDS: dict[str, tuple[str, ...]] = {

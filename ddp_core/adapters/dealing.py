@@ -87,7 +87,7 @@ def deal(
     world_size: int,
     is_training: Callable[[], bool] | None = None,
 ) -> DataLoader[Any]:
-    """The same loader for one rank: its batches are micro-batches, dealt in turn, in an order that no layout changes.
+    """The loader for one rank: its batches are micro-batches, dealt in turn, in an order that no layout changes.
 
     A loader that shuffles goes through whole steps of `micro_batches` only (WholeSteps). One that does not shuffle goes
     through all samples once. What is drawn for a micro-batch follows from it (`keyed`, which explains `is_training`).

@@ -67,7 +67,7 @@ class InSequence(SequentialSampler):
 def keyed(
     loader: DataLoader[Any], batches: KeyedBatches, seed: int, is_training: Callable[[], bool] | None = None
 ) -> DataLoader[Any]:
-    """The same loader, with `batches` as its batch sampler, whose random numbers follow from the micro-batch.
+    """A copy of the loader, with `batches` as its batch sampler, whose random numbers follow from the micro-batch.
 
     `is_training` is theirs (None: always). A loader that this has returned is left as it is.
     """

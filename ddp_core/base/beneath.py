@@ -18,7 +18,7 @@ from pathlib import Path
 from ddp_core.base.errors import UserError
 
 MOST_BYTES = 2**26
-"""Of a file that is read into memory as a whole, or of one line of a longer file."""
+"""How large a file may be that is read as a whole, or one line of a longer file."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 

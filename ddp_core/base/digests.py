@@ -78,7 +78,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
     """The tensor's content, dense, as uint8, on its device: its own memory where that lies in order, else a copy."""
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
     flat = dense.detach().resolve_conj().resolve_neg().reshape(-1)
-    # Of fewer than two elements a tensor is contiguous with any stride, such as the 0 of an expanded gradient; bytes
+    # A tensor of fewer than two elements is contiguous with any stride, such as the 0 of an expanded gradient; bytes
     # can be seen with a stride of 1 only.
     in_order = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
     return in_order.view(torch.uint8)

@@ -46,7 +46,7 @@ SMALL_ROOM = 1 << 20
 """Bytes below which a disk counts as full where nobody knows how many were needed."""
 
 _OPEN_FILES_ALONE, _OPEN_FILES = 12, 48
-"""Of a process that trains alone, and of one with peers or loader processes, beside those for each of these."""
+"""Files that a process has open that trains alone, and one with others, beside those for each peer or loader."""
 
 _ON_CPU = "use a smaller --set micro_batch=N, fewer processes on this machine, or a machine with more memory"
 _ON_CUDA = (

@@ -71,7 +71,7 @@ def micro_batch_words(seed: int, step: int, micro_batch: int) -> tuple[int, ...]
 
 
 def dealt_words(seed: int, epoch: int, number: int) -> tuple[int, ...]:
-    """The same in somebody else's loop, which counts the micro-batches of an epoch, and knows no step."""
+    """That key in somebody else's loop, which counts the micro-batches of an epoch, and knows no step."""
     return seed, epoch, number, 9
 
 

@@ -116,7 +116,7 @@ class Readers:
     """Several processes that load the same checkpoint at once, each of which verifies its share of the data files."""
 
     number: int
-    """Of this process, from 0."""
+    """The number of this process, from 0."""
     count: int
     agree: Callable[[Exception | None], None]
     """A collective of all readers: is given what this one found wrong, and raises the first error of any."""

@@ -31,9 +31,9 @@ class CutTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     strides: tuple[int, ...]
-    """Of the whole tensor, in elements; it has no gaps in memory."""
+    """The strides of the whole tensor, in elements; it has no gaps in memory."""
     pieces: Mapping[int, Tensor]
     """The values of each piece, in one dimension, by the number of its first element in memory."""
 
@@ -54,7 +54,7 @@ class CutTensor:
 
 
 def whole_tensors(state: Any) -> Any:
-    """The same state with the whole tensor in the place of each CutTensor; tied tensors stay tied."""
+    """The state with the whole tensor in the place of each CutTensor; tied tensors stay tied."""
     wholes: dict[int, Tensor] = {}
 
     def whole(leaf: Any, _: str) -> Any:

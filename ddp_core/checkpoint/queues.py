@@ -19,7 +19,7 @@ _ITEMS, _LONGEST = "items of a deque", "maxlen"
 
 
 def without_queues(state: Any) -> Any:
-    """The same state with a dict of its items in the place of each queue, and with plain numbers."""
+    """The state with a dict of its items in the place of each queue, and with plain numbers."""
 
     def as_dict(leaf: Any, _: str) -> Any:
         if isinstance(leaf, np.number):

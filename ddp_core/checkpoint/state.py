@@ -79,12 +79,12 @@ class StateTensors:
         return sum(tensor.nbytes for tensor in self.tensors) + 512 * len(self.tensors) + 64 * 1024
 
     def state_over(self, tensors: list[Tensor]) -> Any:
-        """The same state with `tensors[i]` in the place of `self.tensors[i]`."""
+        """The state with `tensors[i]` in the place of `self.tensors[i]`."""
         chosen = map(tensors.__getitem__, self._slots)
         return replaced(self._state, lambda leaf, _: next(chosen) if isinstance(leaf, Tensor) else leaf)
 
     def state_on_cpu(self) -> Any:
-        """The same state on the CPU, each tensor owning just its own bytes; copies only where needed."""
+        """The state on the CPU, each tensor owning just its own bytes; copies only where needed."""
         own = []
         for tensor in self.tensors:
             if tensor.device.type != "cpu":
@@ -121,7 +121,7 @@ def described(tensor: Any) -> list[Any]:
 
 
 def replaced(state: Any, replace: Callable[[Any, str], Any], name: str = "") -> Any:
-    """The same state with `replace(leaf, dotted name)` in the place of whatever is no dict, list or tuple."""
+    """The state with `replace(leaf, dotted name)` in the place of whatever is no dict, list or tuple."""
     if isinstance(state, Mapping):
         start = f"{name}." if name else ""
         items = [(key, replaced(value, replace, f"{start}{key}")) for key, value in state.items()]
@@ -178,7 +178,7 @@ class Snapshots:
         self._arrived.set()
 
     def copy(self, own: StateTensors, now: Iterable[Tensor] | None = None) -> Any:
-        """The same state over buffers of this object, valid until the next `copy`.
+        """The state over buffers of this object, valid until the next `copy`.
 
         With `now`, only these tensors are copied at once: the others may change only after `carry_on` and `let_change`.
         `carry_on` copies those of them in host memory; those on CUDA devices are copied beside the training.

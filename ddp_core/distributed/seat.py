@@ -42,9 +42,9 @@ class Seat:
         except dist.DistError:
             self._give_up(_NO_ANSWER)
         self.number = -1
-        """Of the newest membership that this process has belonged to; -1 before the first one."""
+        """The number of the newest membership that this process has belonged to; -1 before the first one."""
         self.members: tuple[str, ...] = ()
-        """Of the group that this process is in, in the order of ranks."""
+        """The members of the group that this process is in, in the order of ranks."""
         self.leaving: frozenset[int] = frozenset()
         """The nodes that were asked to leave before this group met."""
         self._step = -1

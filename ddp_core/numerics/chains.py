@@ -56,7 +56,7 @@ def chained(left: Tensor, right: Tensor) -> Tensor:
 
 
 def at_once(dimensions: int, left: Tensor, right: Tensor, added: Tensor | None = None) -> Tensor | None:
-    """The same where one call of the code computes it: a small product of these dimensions; else None.
+    """The product where one call of the code computes it, because it is small and has these dimensions; else None.
 
     `added` is a row of numbers that is added last. What there is to find out about shapes is found out once.
     """
@@ -223,7 +223,7 @@ def _whole(product: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _piece(product: Tensor, left: Tensor, right: Tensor) -> None:
-    """The same of at most `LONGEST` terms."""
+    """Compute a product of at most `LONGEST` terms."""
     if left.dim() > 2 or left.numel() * right.shape[-1] <= _ALONE_UP_TO:
         _by_code(product, left, right)
         return

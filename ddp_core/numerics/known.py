@@ -34,7 +34,7 @@ BY_DEFINITION = frozenset(
         *("new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros", "zero", "ones", "ones_like"),
         *("new_ones", "full", "full_like", "new_full", "fill", "eye", "scalar_tensor", "set", "resize", "item"),
         *("_local_scalar_dense", "is_nonzero", "equal"),
-        # The same numbers in another order, or some of them.
+        # What is there already, in another order, or a part of it.
         *("cat", "concat", "stack", "hstack", "vstack", "dstack", "column_stack", "flip", "fliplr", "flipud"),
         *("roll", "rot90", "repeat", "tile", "repeat_interleave", "index_select", "index_copy", "index_fill"),
         *("gather", "take", "take_along_dim", "masked_fill", "masked_select", "masked_scatter", "where", "nonzero"),

@@ -41,7 +41,7 @@ class StepReport:
     """Counted from 0, as in StepBatch."""
     samples: int
     losses: list[float]
-    """Of each micro-batch, summed over its samples."""
+    """The loss of each micro-batch, summed over its samples."""
 
     @cached_property
     def loss(self) -> float:

@@ -29,7 +29,7 @@ class _Used(TypedDict):
     peak_memory_bytes: int
     """The peak of all steps, evaluations and saves."""
     device_free_bytes: int | None
-    """Of the CUDA device, what neither this process nor another one holds, at last; None without a CUDA device."""
+    """What neither this process nor another one holds of the CUDA device, at last; None without one."""
     cpu_utilisation: float
     """Cores that the process kept busy: 1.0 is one core all the time."""
     gpu_utilisation: float | None

@@ -25,7 +25,7 @@ from ddp_core.record.guarded import not_promised
 
 FILE = "data.json"
 MOST_DATA_BYTES = 2**29
-"""Of data.json: some four million files."""
+"""How large a data.json may be: enough for some four million files."""
 _ROUND_SECONDS = 1.0
 
 

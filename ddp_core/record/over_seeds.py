@@ -59,7 +59,7 @@ class OverSeeds(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The same in plain JSON types."""
+        """The figures in plain JSON types."""
         figures = {figure.name: figure._asdict() for figure in self.figures}
         return {"seeds": self.seeds, "left_out": self.left_out, "figures": figures}
 
@@ -80,7 +80,7 @@ def origin_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def family_of(record: Mapping[str, Any]) -> str:
-    """The same text for the records of runs that differ in their seed, or not at all."""
+    """A text that is the same for the records of runs that differ in their seed, or not at all."""
     settings = {name: value for name, value in dotted(record["experiment"]).items() if name not in _NO_FAMILY}
     return json.dumps(settings, sort_keys=True)
 

@@ -16,7 +16,7 @@ from ddp_core.config.layout import DeviceType, LayoutKind, ShardMode
 from ddp_core.config.records import Numerics, ReductionKind
 
 MOST_RECORD_BYTES = 2**23
-"""Of a whole run.json, enough for ten thousand attempts; it is read several times by each command."""
+"""How large a run.json may be: enough for ten thousand attempts. Each command reads it several times."""
 _Positive = Annotated[int, Field(gt=0, lt=2**63)]
 _Figure = float | None
 

@@ -93,7 +93,7 @@ def _exchanged(file: Path) -> UserError:
 
 
 def _states(directory: Path, record: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Tensor], bool]]:
-    """Of each file whose digest is recorded: its name, its state dict, and whether that has the digest."""
+    """The name and the state dict of each file whose digest is recorded, and whether it has this digest."""
     for name, field in _DIGESTS.items():
         if (digest := record.get(field)) is not None:
             state = _whole_state(directory / name)

@@ -130,7 +130,7 @@ class _Layers:
         self.owner = torch.repeat_interleave(layers, torch.tensor(self.sizes)).to(self.device)
         """For each number of the running statistics laid end to end, the layer that it belongs to."""
         self.owner_with_weights = torch.cat([self.owner, torch.arange(len(modules), device=self.device)])
-        """The same with the layers' own weights behind them."""
+        """These layers, with one number more for each layer: its own weight."""
         self._shares: tuple[Tensor, Tensor] | None = None
         self.shown = _Shown(modules)
 
@@ -167,7 +167,7 @@ class _Shown:
     def __init__(self, modules: Sequence[BatchNorm]) -> None:
         self._flats: list[Tensor] = []
         self._with_ones: list[Tensor] = []
-        """The same memory, with a one for each layer behind it."""
+        """This memory, with a one for each layer behind it."""
         views: list[Tensor] = []
         device = _buffer(modules[0].running_mean).device
         # One flat tensor, unless layers have several dtypes.
@@ -189,7 +189,7 @@ class _Shown:
             for module, shown in zip(modules, self.of_layers, strict=True)
             if type(module).forward is not nn.BatchNorm1d.forward
         ]
-        """Of layers with a forward that is not torch's: their buffers as they have them, and these ones."""
+        """Layers with a forward that is not torch's: their buffers as they have them, and these ones."""
 
     def keep_hold(self) -> None:
         """Take in what a forward that is not torch's has put in the place of these buffers."""

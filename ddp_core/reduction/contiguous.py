@@ -183,7 +183,7 @@ class HookState:
     reduced: set[int] = field(default_factory=set)
     """The positions of the parameters that were reduced in this step."""
     absent: set[int] = field(default_factory=set)
-    """Of these, the ones that no micro-batch of this rank has a gradient for."""
+    """The positions among these for which no micro-batch of this rank has a gradient."""
 
 
 def _reduce_bucket(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

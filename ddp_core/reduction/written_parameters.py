@@ -41,7 +41,7 @@ class WrittenParameters:
         self._writes = [writes_to(parameter) for parameter in self.parameters]
         self._first: dict[int, str] | None = None
         self.written: set[int] = set()
-        """Of the parameters, given by their positions, those that the step's micro-batches have written to."""
+        """The positions of the parameters that the step's micro-batches have written to."""
 
     def refuse_changes(self, is_last: bool) -> None:
         """Call this after each micro-batch; `is_last`: after the last one of this process in the step.

@@ -103,7 +103,7 @@ class ContiguousPieces:
     def finish(self, statistics: Tensor, scale: float) -> None:
         """Set the `.grad` of this rank's pieces to the sum over all micro-batches times `scale`, and `statistics`."""
         self.gradients.refuse_foreign()
-        # Of a rank without a micro-batch, nothing has been sent yet.
+        # A rank without a micro-batch has sent nothing yet.
         self._turns.send_rest()
         if statistics.numel():
             own = [tensor for subtree in self._statistics.subtrees for tensor in subtree.tensors if tensor is not None]

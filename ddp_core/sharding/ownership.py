@@ -87,7 +87,7 @@ class Ownership(ABC):
 
 
 class OwnsAll(Ownership):
-    """Of a process that has all weights and all of the optimizer's state."""
+    """What a process owns that has all weights and all of the optimizer's state."""
 
     def whole_state(self) -> dict[str, Any]:
         state: dict[str, Any] = without_queues(self.optimizer.state_dict())

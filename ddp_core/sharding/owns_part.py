@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class OwnsPart(Ownership):
-    """Of one of the ranks of `process_group`, each of which owns a part of the parameters that are cut.
+    """What one of the ranks of `process_group` owns: a part of the parameters that are cut.
 
     Raises UserError (2) for an optimizer that may not treat each element by itself (`require_elementwise`), and for a
     parameter whose memory another one has, too.

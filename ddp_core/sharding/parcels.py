@@ -27,7 +27,7 @@ class Parcel(ABC):
     like: Tensor
     """An empty tensor with the dtype and device of the gradients."""
     elements: int
-    """Of the flat tensor."""
+    """The number of elements of the flat tensor."""
     count: int
     """The number of parameters."""
     is_open = is_ready = is_sent = False

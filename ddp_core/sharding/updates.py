@@ -47,7 +47,7 @@ class OwnUpdates:
         self._members: list[list[Owned | Tensor]] = [
             [owned.get(id(parameter), parameter) for parameter in group["params"]] for group in optimizer.param_groups
         ]
-        """Of each parameter group; in this sequence a whole state_dict numbers them."""
+        """The parameters of each group, in the sequence in which a whole state_dict numbers them."""
         self._require_same_groups()
         for group_of_optimizer, members in zip(optimizer.param_groups, self._members, strict=True):
             group_of_optimizer["params"] = [tensor for member in members if (tensor := _updated(member)) is not None]
@@ -126,7 +126,7 @@ class OwnUpdates:
         return together
 
     def _refusal(self, number: int, name: str) -> UserError:
-        """Of an entry that no rank has cut, the ranks would save one value, and it would be wrong for the others."""
+        """The error for an entry that no rank has cut: one rank's value would be saved, wrong for the others."""
         member = list(itertools.chain.from_iterable(self._members))[number]
         shape = list(member.like.shape if isinstance(member, Owned) else member.shape)
         kind = type(self._optimizer).__name__

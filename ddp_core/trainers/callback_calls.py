@@ -30,7 +30,7 @@ class Asked(NamedTuple):
 
     reason: str
     name: str
-    """Of its class."""
+    """The name of its class."""
     of_all: bool
     """Whether every rank calls it, so that every rank must ask."""
 

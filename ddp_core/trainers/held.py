@@ -32,7 +32,7 @@ class HeldState:
     state: dict[str, Any]
     learning_rate: float
     loss: float
-    """Of the newest step, for its record in the metrics."""
+    """The loss of the newest step, for its record in the metrics."""
     saved_step: int
     """The step of the newest checkpoint; 0 where there is none."""
     told: Told | None = None
@@ -56,7 +56,7 @@ class HeldState:
         return Offer(self.at, self.state["position"], self.told)
 
     def at_position(self, holder: Offer, saved_step: int, offers: Sequence[Offer]) -> HeldState:
-        """The same weights with the position of another rank, and with what all ranks know up to there."""
+        """These weights with the position of another rank, and with what all ranks know up to there."""
         told = newest_told((each.told for each in offers), holder.at.step)
         state = {**self.state, "position": holder.position}
         if told is not None:

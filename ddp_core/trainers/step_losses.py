@@ -48,7 +48,7 @@ class StepLosses:
         self._sums: list[dist.Work] = []
         # On CUDA, the end of the last step's gradients.
         self._event: torch.cuda.Event | None = None
-        # Of each step that has not been read: number, samples, micro-batches and their losses.
+        # Each step that has not been read: its number, samples, micro-batches and their losses.
         self._unread: list[tuple[int, int, Sequence[int], Tensor]] = []
 
     def put(self, micro_batch: int, loss: Tensor) -> None:

@@ -13,7 +13,7 @@ class Testimony(NamedTuple):
     """What came of a rehearsal or a witness: whether steps that were trained again have the same bits."""
 
     said: str
-    """The same bits or which others, or why there was none, in words."""
+    """In words: that the bits are the same, which others there are, or why nothing was found out."""
     differs: bool = False
     seconds: float = 0.0
     """How long it took."""

@@ -132,7 +132,7 @@ class Drill(BaseModel):
         return self.spot is not None or self.recovery == "live"
 
     def with_ranks_as_nodes(self) -> Drill:
-        """The same drill, with a node of its own for each rank."""
+        """The drill with a node of its own for each rank."""
         return self.model_copy(update={"nodes": self.nodes * self.nproc_per_node, "nproc_per_node": 1})
 
     def train_options(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ STEPS = "DDP_DIAGNOSE_STEPS"
 UNTIL = "DDP_DIAGNOSE_UNTIL"
 """What else is waited for: `epoch`, `saved`, or nothing."""
 TAPE = "DDP_DIAGNOSE_TAPE"
-"""Of how many optimizer steps every operation is to be written; without it, of none."""
+"""The number of optimizer steps of which every operation is to be written; without it, none is."""
 
 
 def ended_file(traces: Path, process: int) -> Path:

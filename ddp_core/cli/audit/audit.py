@@ -26,7 +26,7 @@ from ddp_core.record.run_json import RecordedKept, RecordedRun
 from ddp_core.record.weights import exchanged_weights
 
 AUDIT_FORMAT = "ddp-audit/1"
-"""Of what `--json` prints."""
+"""The format of what `--json` prints."""
 
 
 class Report:

@@ -1,4 +1,4 @@
-"""The same ranks twice: each with a network link of a stated rate, and with links as fast as the machine."""
+"""Ranks that run twice: each with a network link of a stated rate, and with links as fast as the machine."""
 
 from __future__ import annotations
 

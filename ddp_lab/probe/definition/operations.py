@@ -92,7 +92,7 @@ def _mean() -> list[Array]:
 
 
 def softmax(x: Array) -> Array:
-    """Of each row: the exponentials of what it has less than its greatest number, times one over their sum."""
+    """The exponentials of what each row has less than its greatest number, times one over their sum."""
     powers = _exponential(x - x.max(-1, keepdims=True))
     return np.asarray(powers * (_FLOAT(1) / reduced(powers))[..., None])
 

@@ -34,7 +34,7 @@ DASHES: tuple[Any, ...] = (
     (0, (4, 1, 1, 1, 1, 1)),
 )
 MARKERS = ("s", "o", "^", "D", "v", "P")
-"""Of lines and of points: for readers who cannot tell the colours apart."""
+"""Dashes of lines and shapes of points, for readers who cannot tell the colours apart."""
 
 LOOK: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
