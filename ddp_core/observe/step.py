@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -108,46 +108,12 @@ class StepObservers(StepObserver):
     """Several observers as one; at each moment those that do something then are called, in the order given."""
 
     def __init__(self, observers: Sequence[StepObserver]) -> None:
-        moments = [name for name in vars(StepObserver) if not name.startswith("_")]
-        self._acts: dict[str, list[Callable[..., None]]] = {
-            moment: [getattr(each, moment) for each in observers if _acts(each, moment)] for moment in moments
-        }
-
-    def begin(self) -> None:
-        self.tell("begin")
-
-    def before_step(self, batch: StepBatch) -> None:
-        self.tell("before_step", batch)
-
-    def before_wait(self) -> None:
-        self.tell("before_wait")
-
-    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
-        self.tell("gradients_done", batch, reports)
-
-    def skipped(self, batch: StepBatch) -> None:
-        self.tell("skipped", batch)
-
-    def after_step(self, batch: StepBatch) -> None:
-        self.tell("after_step", batch)
-
-    def step_done(self, batch: StepBatch) -> None:
-        self.tell("step_done", batch)
-
-    def epoch_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
-        self.tell("epoch_done", batch, reports)
-
-    def settle(self, batch: StepBatch) -> None:
-        self.tell("settle", batch)
-
-    def before_stop(self) -> None:
-        self.tell("before_stop")
-
-    def end(self) -> None:
-        self.tell("end")
-
-    def ended(self) -> None:
-        self.tell("ended")
+        self._acts: dict[str, list[Callable[..., None]]] = {}
+        for moment in (name for name in vars(StepObserver) if not name.startswith("_")):
+            # Most observers do something at one or two moments.
+            if acts := [getattr(each, moment) for each in observers if _does_something(each, moment)]:
+                self._acts[moment] = acts
+                setattr(self, moment, partial(self.tell, moment))
 
     def tell(self, moment: str, *words: Any) -> None:
         """Call the method of this name."""
@@ -155,6 +121,6 @@ class StepObservers(StepObserver):
             act(*words)
 
 
-def _acts(observer: StepObserver, moment: str) -> bool:
-    """Whether the observer does something of its own at this moment: most do so at one or two of them."""
-    return getattr(type(observer), moment) is not getattr(StepObserver, moment)
+def _does_something(observer: StepObserver, moment: str) -> bool:
+    method = getattr(observer, moment)
+    return getattr(method, "__func__", None) is not getattr(StepObserver, moment)
