@@ -225,7 +225,7 @@ def _facts_of(directory: RunDirectory, record: Mapping[str, Any], reference: flo
         "world_size": layout["nnodes"] * layout["nproc_per_node"],
         "reduction": record["options"]["reduction"],
         "ended_early": record.get("ended_early"),
-        "status": record["status"] if record["status"] != "running" or directory.is_live else "interrupted",
+        "status": record["status"] if record["status"] != "running" or directory.is_worked_in else "interrupted",
         "samples_per_second": speed,
         "speed_up": speed / reference if speed and reference else None,
         "accuracy": result.get("test_accuracy"),

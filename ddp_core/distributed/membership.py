@@ -36,7 +36,7 @@ class Membership(NamedTuple):
         return cls(number, tuple(members))
 
 
-class Held(NamedTuple):
+class Progress(NamedTuple):
     """How far the state is that a process holds; the greater one is the newer one."""
 
     step: int
@@ -145,7 +145,7 @@ def must_leave(mine: int, now: Membership) -> bool:
     return now.number > mine
 
 
-def newest_holder(held: Sequence[Held | None]) -> int | None:
+def newest_holder(held: Sequence[Progress | None]) -> int | None:
     """The rank whose state all take: the newest one, of several the lowest rank's; None where no rank holds any.
 
     `held`: what each rank holds, by rank.
@@ -154,7 +154,7 @@ def newest_holder(held: Sequence[Held | None]) -> int | None:
     return -max(known)[1] if known else None
 
 
-def goes_back_to_checkpoint(newest: Held | None, checkpoint: int | None) -> bool:
+def goes_back_to_checkpoint(newest: Progress | None, checkpoint: int | None) -> bool:
     """Whether the checkpoint of this step (None: there is none) is newer than any state that a process holds.
 
     A rank may save a step and die, when no other rank has finished that step yet.

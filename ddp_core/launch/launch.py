@@ -310,7 +310,7 @@ def _close_record(request: Request, meeting: Meeting, code: int) -> None:
     # Where the disk is full or gone, the user has been told what ended the launch, and the exit code says it.
     with suppress(UserError, OSError):
         directory = _run_of(request, meeting)
-        if directory is not None and directory.read()["status"] == "running" and not directory.is_live:
+        if directory is not None and directory.read()["status"] == "running" and not directory.is_worked_in:
             lost = code == ExitCode.PEERS_LOST
             message = "the workers were lost" if lost else f"the launch ended with exit code {int(code)}"
             status = "stopped" if code == ExitCode.STOPPED else "failed"

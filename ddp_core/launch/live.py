@@ -9,10 +9,10 @@ from pathlib import Path
 
 from torch.distributed import DistError
 
+from ddp_core.distributed.member import group_file, room_file
 from ddp_core.distributed.members import Members, Notes, Over, store_at
 from ddp_core.distributed.membership import Membership, ended_with, lost_in_silence, name_of, node_of
 from ddp_core.distributed.reports import tell_user
-from ddp_core.distributed.seat import group_file, room_file
 from ddp_core.launch.lines import Lines
 from ddp_core.launch.live_meeting import LiveRendezvous, StoreSearch
 

@@ -15,10 +15,10 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, 
 
 from ddp_core.base.errors import ExitCode
 from ddp_core.base.torch_internals import start_again, workers_of
+from ddp_core.distributed.member import stop_file
 from ddp_core.distributed.members import Notes
 from ddp_core.distributed.processes import end_processes, is_stopped
 from ddp_core.distributed.reports import tell_user
-from ddp_core.distributed.seat import stop_file
 from ddp_core.launch.agent import Agent, HandedOver
 from ddp_core.launch.decision import (
     FINISHING_SECONDS,

@@ -52,7 +52,7 @@ class Nursery:
 
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
-        self._nurslings: dict[int, Nursling] = {}
+        self._workers: dict[int, ForkedWorker] = {}
         self._requests = itertools.count()
 
     def __enter__(self) -> Nursery:
@@ -77,7 +77,7 @@ class Nursery:
         self._process.kill()
         self._process.join()
 
-    def start(self, words: Sequence[str], environment: Mapping[str, str]) -> Nursling:
+    def start(self, words: Sequence[str], environment: Mapping[str, str]) -> ForkedWorker:
         """A process that runs `entry(words)` and ends with the code that this returns."""
         request = next(self._requests)
         try:
@@ -85,8 +85,8 @@ class Nursery:
             while True:
                 pid, code, begun = self._channel.recv()
                 if begun == request:
-                    self._nurslings[pid] = Nursling(pid, self)
-                    return self._nurslings[pid]
+                    self._workers[pid] = ForkedWorker(pid, self)
+                    return self._workers[pid]
                 self._ended(pid, code)
         except EOFError:
             raise BrokenPipeError("the nursery is gone") from None
@@ -98,18 +98,18 @@ class Nursery:
                 pid, code, _ = self._channel.recv()
                 self._ended(pid, code)
         except (EOFError, OSError):
-            for pid in list(self._nurslings):
+            for pid in list(self._workers):
                 self._ended(pid, -signal.SIGKILL)
 
     def _ended(self, pid: int, code: int | None) -> None:
         # A handler of a signal that raised during `start` has left there a process that nobody knows: what is told of
         # it, its beginning (no code) and its end, is passed over.
-        if code is not None and (nursling := self._nurslings.get(pid)) is not None:
-            nursling.returncode = code
-            del self._nurslings[pid]
+        if code is not None and (worker := self._workers.get(pid)) is not None:
+            worker.returncode = code
+            del self._workers[pid]
 
 
-class Nursling:
+class ForkedWorker:
     """A process that the nursery has started, with the methods of subprocess.Popen that the launcher needs."""
 
     def __init__(self, pid: int, nursery: Nursery) -> None:
@@ -229,10 +229,10 @@ def started_by(
 
 
 class _Handler:
-    """A nursling in the place of torch's SubprocessHandler."""
+    """A worker in the place of torch's SubprocessHandler."""
 
-    def __init__(self, nursling: Nursling) -> None:
-        self.proc = nursling
+    def __init__(self, worker: ForkedWorker) -> None:
+        self.proc = worker
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Signal the whole process group, as torch's does."""

@@ -75,10 +75,10 @@ def find_resumable(request: Request, samples: int) -> RunDirectory | None:
             raise UserError(f"--resume auto: {error}; to train it a second time: --resume never") from None
         return unfinished[0]
     for directory, record in runs:
-        if extends(record, request, samples) and not directory.is_live:
+        if extends(record, request, samples) and not directory.is_worked_in:
             require_continuable(directory, request, samples)
             return directory
-        if _could_be_meant(directory, record, request) and not directory.is_live:
+        if _could_be_meant(directory, record, request) and not directory.is_worked_in:
             raise UserError(
                 f"--resume auto: {directory.path} is an unfinished run of {request.loaded.path.name} with "
                 f"{_in_words(record, request)}. To continue it: {_continue_it(directory, record, request)} "
@@ -104,7 +104,7 @@ def _refuse_unrecorded(request: Request, directory: RunDirectory, problem: str) 
 def find_unfinished(request: Request) -> RunDirectory | None:
     """The newest unfinished run of just this experiment in which no process works; None if there is none."""
     runs = [directory for directory, record in _runs_of(request, pass_over) if _is_unfinished(record, request)]
-    return next((directory for directory in runs if not directory.is_live), None)
+    return next((directory for directory in runs if not directory.is_worked_in), None)
 
 
 def _is_unfinished(record: Mapping[str, Any], request: Request) -> bool:

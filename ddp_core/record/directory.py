@@ -92,7 +92,7 @@ class RunDirectory:
         self.write(self.read() | fields)
 
     @property
-    def is_live(self) -> bool:
+    def is_worked_in(self) -> bool:
         """Whether a process is working in this directory now."""
         return is_held(self.path)
 

@@ -48,7 +48,7 @@ class Beginning(NamedTuple):
 
 
 @dataclass
-class Kept:
+class Prepared:
     """What a worker has found out for its first group, and need not find out again for another one."""
 
     splits: Splits | None = None
@@ -77,19 +77,19 @@ class Kept:
 
 @contextmanager
 def begun(
-    request: Request, world: World, kept: Kept | None = None, is_left_behind: Callable[[], bool] | None = None
+    request: Request, world: World, prepared: Prepared | None = None, is_left_behind: Callable[[], bool] | None = None
 ) -> Iterator[Beginning]:
     """A block in which this worker has met the others, with kernels and numerics as the request has them.
 
-    `kept` is filled, and used where it is full. `is_left_behind`: see `process_group`. Raises UserError on every rank
-    where the ranks have another version of ddp_core, request, code or data.
+    `prepared` is filled, and used where it is full. `is_left_behind`: see `process_group`. Raises UserError, on every
+    rank, where the ranks have another version of ddp_core, request, code or data.
     """
     require_open_files(world.world_size, request.options.workers)
     with ExitStack() as stack:
         stack.enter_context(_kernels(request))
         collectives = stack.enter_context(_meet(request, world, is_left_behind))
         console = stack.enter_context(closing(Console(world.rank, world.world_size)))
-        yield Beginning(collectives, console, *_build_the_same(request, collectives, console, kept or Kept()))
+        yield Beginning(collectives, console, *_build_the_same(request, collectives, console, prepared or Prepared()))
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def _meet(
 
 
 def _build_the_same(
-    request: Request, collectives: Collectives, console: Console, kept: Kept
+    request: Request, collectives: Collectives, console: Console, prepared: Prepared
 ) -> tuple[BuiltExperiment, Source, DataDigest]:
     """All parts, the user's code and the digest of the data.
 
@@ -123,8 +123,8 @@ def _build_the_same(
     """
     check_promise(request)
     collectives.require_same(**facts_of(request))
-    is_known = kept.source is not None
-    splits = kept.splits
+    is_known = prepared.source is not None
+    splits = prepared.splits
     if request.is_miniature:
         built = build_splits(request.loaded, Path(request.options.data_dir))
         splits = replace(built, most=request.loaded.experiment.samples_in_miniature(len(built.train)))
@@ -132,14 +132,14 @@ def _build_the_same(
     require_same_model(collectives, parts.model)
     parts = replace(parts, metrics=_own_metrics(request, parts, collectives.device, is_known))
     # All modules of the user are imported by now.
-    source = kept.source or collect(request.loaded)
+    source = prepared.source or collect(request.loaded)
     require_same_source(collectives, source)
     for module in source.unreadable:
         console.warn(f"the source of module {module} is gone; without it `ddp verify` cannot repeat this run")
     # Files may take minutes to read, which a run that is only tried does not have.
     splits = replace(parts.splits, files=()) if request.is_tried and not request.is_witness else parts.splits
-    digest = agreed_digest(splits, collectives, console.say, request.options, kept.digest)
-    kept.splits, kept.digest, kept.source = parts.splits, digest, source
+    digest = agreed_digest(splits, collectives, console.say, request.options, prepared.digest)
+    prepared.splits, prepared.digest, prepared.source = parts.splits, digest, source
     return parts, source, digest
 
 

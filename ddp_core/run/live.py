@@ -18,9 +18,9 @@ import torch
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Superseded, find_checkpoints, newest_valid
+from ddp_core.distributed.member import Member, stop_file
 from ddp_core.distributed.membership import Regroup, goes_back_to_checkpoint, newest_holder, node_of
 from ddp_core.distributed.process_group import Collectives
-from ddp_core.distributed.seat import Seat, stop_file
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.built import BuiltExperiment
@@ -42,10 +42,10 @@ class LiveRecovery(Recovery):
 
     def __init__(self, world: World, timeout: float) -> None:
         super().__init__()
-        self._seat = Seat(world, timeout)
+        self._member = Member(world, timeout)
         self.stop_file = None if world.report_dir is None else stop_file(world.report_dir)
-        self.is_left_behind = lambda: self._seat.is_left_behind
-        self.makes_room = lambda: self._seat.makes_room
+        self.is_left_behind = lambda: self._member.is_left_behind
+        self.makes_room = lambda: self._member.makes_room
         self._held: HeldState | None = None
         self._callbacks: Sequence[Callback] | None = None
         self._trained_with: tuple[str, ...] = ()
@@ -54,12 +54,12 @@ class LiveRecovery(Recovery):
         self._is_built = False
 
     def groups(self, request: Request, world: World, stop: StopRequest) -> Iterator[tuple[Request, World]]:
-        """The groups that take this process in; the last one is over when nobody does any more. See `Seat.take`."""
-        if self._seat.comes_late:
-            self.kept.prepare(request)
+        """The groups that take this process in; the last one is over when nobody does any more. See `Member.take`."""
+        if self._member.comes_late:
+            self.prepared.prepare(request)
         while True:
             self._is_built = False
-            if (place := self._seat.take(lambda: stop.requested)) is None:
+            if (place := self._member.take(lambda: stop.requested)) is None:
                 return
             yield request.for_ranks(place.nnodes, place.nproc_per_node), place
 
@@ -100,7 +100,7 @@ class LiveRecovery(Recovery):
                 raise
             _let_go(error)
         self._is_leaving = False
-        self._seat.leave(-1 if self._held is None else self._held.at.step)
+        self._member.leave(-1 if self._held is None else self._held.at.step)
         # Frees the memory of the old model for the next one, while the launchers decide which processes train it.
         gc.collect()
 
@@ -133,7 +133,7 @@ class LiveRecovery(Recovery):
         newest = None if holder is None else at[holder]
         saved = by_rank_0(collectives, _saved_step, directory, -1 if newest is None else newest.step)
         if holder is None or newest is None or goes_back_to_checkpoint(newest, saved):
-            self._held, self._trained_with = None, self._seat.members
+            self._held, self._trained_with = None, self._member.members
             return None
         if any(each is None or each.step < newest.step for each in at):
             received = collectives.broadcast(mine if collectives.world.rank == holder else None, source=holder)
@@ -154,20 +154,20 @@ class LiveRecovery(Recovery):
         held.give_to(trainer)
         self._held = None
         job, step = trainer.job, held.at.step
-        change = Change.between(self._trained_with, self._seat.members, self._seat.leaving)
-        self._trained_with = self._seat.members
+        change = Change.between(self._trained_with, self._member.members, self._member.leaving)
+        self._trained_with = self._member.members
         pause = time.monotonic() - self._left_at
         newest = job.metrics.go_on(
             step,
-            membership=self._seat.number,
-            ranks=len(self._seat.members),
+            membership=self._member.number,
+            ranks=len(self._member.members),
             lost=sorted([*change.lost, *change.left]),
             joined=change.joined,
             pause=round(pause, 3),
         )
         trainer.figures.go_on(step)
         again = "no step repeated" if newest <= step else f"step {newest} is computed again, since its state is lost"
-        job.console.say(f"membership {self._seat.number}: {change.in_words(step)} after {pause:.1f} s, {again}")
+        job.console.say(f"membership {self._member.number}: {change.in_words(step)} after {pause:.1f} s, {again}")
 
 
 @dataclass(frozen=True)

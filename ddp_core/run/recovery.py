@@ -13,7 +13,7 @@ from ddp_core.experiment.built import BuiltExperiment
 from ddp_core.experiment.request import Request
 from ddp_core.observe.callback import Callback
 from ddp_core.record.directory import RunDirectory
-from ddp_core.run.beginning import Kept
+from ddp_core.run.beginning import Prepared
 from ddp_core.trainers import Trainer
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Recovery:
     """Whether all ranks are to leave at the end of the step, to let a new one in; None where none can come."""
 
     def __init__(self) -> None:
-        self.kept = Kept()
+        self.prepared = Prepared()
 
     def groups(self, request: Request, world: World, stop: StopRequest) -> Iterator[tuple[Request, World]]:
         """The groups in which this process trains, one after the other, with the request for each."""

@@ -236,7 +236,7 @@ def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, 
     trainer.saving.newest_step = trainer.state.step
     if fork is not None or theirs != job.experiment.digest():
         trainer.state.position.ended_early = None  # another training, or a longer one, was asked for since
-        trainer.state.commit()
+        trainer.state.mark()
     if fork is not None:
         _take_hyperparameters(trainer.state.optimizer, fresh, fork["hyperparameters"])
     trainer.witnessed.go_on(is_changed=bool(notes), is_fork=fork is not None)

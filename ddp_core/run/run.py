@@ -30,7 +30,7 @@ from ddp_core.observe.heartbeat import Heartbeat
 from ddp_core.observe.lost_peers import is_peer_loss, short_message
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.run_record import Origin, RunRecord
-from ddp_core.run.beginning import Beginning, Kept, begun
+from ddp_core.run.beginning import Beginning, Prepared, begun
 from ddp_core.run.job import job_of, metrics_of
 from ddp_core.run.memory import require_room
 from ddp_core.run.recovery import Recovery
@@ -131,15 +131,15 @@ def _train(request: Request, world: World, stop: StopRequest, listen: Callable[[
     `listen` is called where requests to `stop` begin to be heeded. Raises what `run` does, and Regroup where the
     workers have to meet anew.
     """
-    kept = recovery.kept
+    prepared = recovery.prepared
     with ExitStack() as stack:
-        beginning = stack.enter_context(begun(request, world, kept, recovery.is_left_behind))
-        if kept.run is None:
+        beginning = stack.enter_context(begun(request, world, prepared, recovery.is_left_behind))
+        if prepared.run is None:
             require_room(beginning.parts.model, request.loaded.experiment, request.layout, beginning.collectives.device)
         recovery.require_told_once(beginning.parts)
         # Until here a request to stop ends the process: there is nothing to save, and no trace of the run.
         listen()
-        record = stack.enter_context(_open(request, world, beginning, kept))
+        record = stack.enter_context(_open(request, world, beginning, prepared))
         metrics = stack.enter_context(metrics_of(record, beginning.console))
         with record.outcome(), recovery.leaving():
             start = _choose_start(beginning, record, recovery)
@@ -162,18 +162,18 @@ def _train(request: Request, world: World, stop: StopRequest, listen: Callable[[
 
 
 @contextmanager
-def _open(request: Request, world: World, beginning: Beginning, kept: Kept) -> Iterator[RunRecord]:
+def _open(request: Request, world: World, beginning: Beginning, prepared: Prepared) -> Iterator[RunRecord]:
     """The record of the run that rank 0 has chosen, in which a worker tells its caller where the run lies."""
     collectives, console, parts, source, data = beginning
     samples = parts.splits.trained
-    chosen = by_rank_0(collectives, lambda: kept.run or choose_run(request, source, samples, data, world))
-    kept.run = chosen
+    chosen = by_rank_0(collectives, lambda: prepared.run or choose_run(request, source, samples, data, world))
+    prepared.run = chosen
     origin = Origin(source, data, chosen.weights, chosen.fork)
     if world.local_rank == 0:
         tell_caller(chosen.directory.path)
     each = request.loaded.experiment.steps_per_epoch(samples)
     with open_record(collectives, request, chosen.directory, origin, each, console) as record:
-        record.usage = kept.usage = kept.usage or record.usage
+        record.usage = prepared.usage = prepared.usage or record.usage
         yield record
 
 

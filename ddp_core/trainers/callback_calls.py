@@ -25,7 +25,7 @@ from ddp_core.trainers.steps import Steps
 Method = Literal["on_step", "on_epoch", "on_end"]
 
 
-class Asked(NamedTuple):
+class EndRequest(NamedTuple):
     """A callback has asked to end the run."""
 
     reason: str
@@ -35,17 +35,17 @@ class Asked(NamedTuple):
     """Whether every rank calls it, so that every rank must ask."""
 
 
-class Told(NamedTuple):
+class CallbackProgress(NamedTuple):
     """What the callbacks of rank 0 have been told last, and what they want to be kept after it."""
 
     step: int
     methods: tuple[Method, ...]
     """Those that were called after this step."""
-    asked: dict[int, Asked]
+    asked: dict[int, EndRequest]
     states: dict[str, Any]
 
 
-def newest_told(told: Iterable[Told | None], step: int) -> Told | None:
+def newest_told(told: Iterable[CallbackProgress | None], step: int) -> CallbackProgress | None:
     """What was told last, of what ranks of a live recovery know, up to `step`; None where none knows of anything."""
     known = (each for each in told if each is not None and each.step <= step)
     return max(known, key=lambda each: (each.step, len(each.methods)), default=None)
@@ -74,10 +74,10 @@ class CallbackCalls(StepObserver):
         """After which the callbacks were called last."""
         self._called: set[Method] = set()
         """The methods that were called after it."""
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, EndRequest] = {}
         """The callbacks that have asked to end the run after it, by their positions."""
         self._shares = False
-        self._shared: Told | None = None
+        self._shared: CallbackProgress | None = None
         """What rank 0 has let this rank know."""
 
     def begin(self) -> None:
@@ -89,14 +89,14 @@ class CallbackCalls(StepObserver):
         self._methods = set().union(*(own for own, _ in by_rank))
         self._shares = self._job.makes_room is not None and by_rank[0][1]
 
-    def told(self) -> Told | None:
+    def told(self) -> CallbackProgress | None:
         """What another process needs to know to call the callbacks in the place of rank 0."""
         if not self._job.collectives.world.is_first or not self.has_any:
             return self._shared
         states = in_host_memory(self._steps.state.states_of_callbacks(), self._job.device)
-        return Told(self._step, tuple(self._called), self._asked, states)
+        return CallbackProgress(self._step, tuple(self._called), self._asked, states)
 
-    def take_over(self, told: Told | None, loss: float) -> None:
+    def take_over(self, told: CallbackProgress | None, loss: float) -> None:
         """Go on after what the callbacks were told last; `loss` is that of the newest step."""
         self._loss, self._shared = loss, told
         if told is not None:
@@ -138,7 +138,7 @@ class CallbackCalls(StepObserver):
         collectives, asked = self._job.collectives, self._asked
         if not collectives.sum_(torch.tensor([float(bool(asked))])).item():
             return
-        by_rank: list[dict[int, Asked]] = collectives.gather(asked)
+        by_rank: list[dict[int, EndRequest]] = collectives.gather(asked)
         for position, one in sorted({place: each for asks in by_rank for place, each in asks.items()}.items()):
             ranks = [rank for rank, asks in enumerate(by_rank) if position in asks]
             if one.of_all and len(ranks) < len(by_rank):
@@ -181,7 +181,7 @@ class CallbackCalls(StepObserver):
     def _ask(self, position: int, callback: Callback, reason: str) -> None:
         """Keep that a callback asks to end the run; its first reason counts."""
         words = " ".join(str(reason).split()) or "no reason given"
-        self._asked.setdefault(position, Asked(words, type(callback).__name__, callback.ranks == "all"))
+        self._asked.setdefault(position, EndRequest(words, type(callback).__name__, callback.ranks == "all"))
 
 
 def _has(callback: Callback, method: Method) -> bool:

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 from ddp_core.checkpoint.state import in_host_memory
-from ddp_core.distributed.membership import Held
+from ddp_core.distributed.membership import Progress
 from ddp_core.trainers.assemble import Trainer
-from ddp_core.trainers.callback_calls import Told, newest_told
+from ddp_core.trainers.callback_calls import CallbackProgress, newest_told
 
 
 class Offer(NamedTuple):
     """What may differ between ranks that hold the same step, since rank 0 alone has done what follows an update."""
 
-    at: Held
+    at: Progress
     position: dict[str, Any]
-    told: Told | None
+    told: CallbackProgress | None
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,22 @@ class HeldState:
     copies. From a GPU they are copied to host memory: another rank has another GPU, and the new trainer needs the room.
     """
 
-    at: Held
+    at: Progress
     state: dict[str, Any]
     learning_rate: float
     loss: float
     """The loss of the newest step, for its record in the metrics."""
     saved_step: int
     """The step of the newest checkpoint; 0 where there is none."""
-    told: Told | None = None
+    told: CallbackProgress | None = None
     """What the callbacks of rank 0 have been told last, as far as this rank knows."""
 
     @classmethod
     def of(cls, trainer: Trainer) -> Self:
         """What this trainer holds; to be called when it is closed."""
         return cls(
-            at=Held(*trainer.state.committed_at),
-            state=in_host_memory(trainer.state.committed(), trainer.job.device),
+            at=Progress(*trainer.state.marked_at),
+            state=in_host_memory(trainer.state.marked(), trainer.job.device),
             learning_rate=trainer.state.learning_rate,
             loss=trainer.figures.loss,
             saved_step=trainer.saving.newest_step,
@@ -67,7 +67,7 @@ class HeldState:
         """Let a new trainer go on from here."""
         state = trainer.state
         state.load_state_dict(self.state)
-        state.commit(self.at.is_settled)
+        state.mark(self.at.is_settled)
         state.learning_rate = self.learning_rate
         trainer.saving.newest_step = self.saved_step
         trainer.figures.loss = self.loss

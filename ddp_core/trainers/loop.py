@@ -66,7 +66,7 @@ class Loop:
                 else:
                     observers.skipped(batch)
                 state.step += 1
-                state.commit(is_settled=False)
+                state.mark(is_settled=False)
                 observers.after_step(batch)
                 self._settle(batch)
                 if self.steps.are_done:
@@ -95,7 +95,7 @@ class Loop:
         self.observers.settle(batch)
         # On another rank the step stays unsettled: rank 0 may be lost before it has written what follows from it.
         if self._job.is_first:
-            self._state.commit()
+            self._state.mark()
 
     def _are_finite(self, reports: Sequence[StepReport], done: int) -> bool:
         """Whether all are, after the gradients of `done` steps. Raises UserError (5) unless such steps are skipped."""

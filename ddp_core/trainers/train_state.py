@@ -83,13 +83,13 @@ class TrainState:
     """The step of the last evaluation that was the best so far; not saved."""
     ownership: Ownership = field(init=False)
     """What this process has of weights and optimizer state: all of both, until they are cut."""
-    _committed: tuple[bool, Position] = field(init=False)
+    _mark: tuple[bool, Position] = field(init=False)
     _kept_buffers: tuple[int, list[Tensor]] = field(init=False, default=(-1, []))
     """The step count at the last `keep_buffers`, and copies of the buffers then."""
 
     def __post_init__(self) -> None:
         self.ownership = OwnsAll(self.model, self.optimizer)
-        self.commit()
+        self.mark()
         self._built = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
 
     @property
@@ -146,29 +146,29 @@ class TrainState:
             "position": asdict(self.position),
         }
 
-    def commit(self, is_settled: bool = True) -> None:
+    def mark(self, is_settled: bool = True) -> None:
         """Keep the position as that of a moment to which a step that is not finished can go back."""
-        self._committed = is_settled, replace(self.position)
+        self._mark = is_settled, replace(self.position)
 
     @property
     def is_settled(self) -> bool:
         """Whether what follows the update of step `step` is done, too: an evaluation, a digest, a save."""
-        return self._committed[0]
+        return self._mark[0]
 
     @property
-    def committed_at(self) -> tuple[int, bool]:
-        """The step of the last `commit`, and whether it was settled."""
-        return self._committed[1].step, self.is_settled
+    def marked_at(self) -> tuple[int, bool]:
+        """The step of the last `mark`, and whether it was settled."""
+        return self._mark[1].step, self.is_settled
 
-    def committed(self) -> dict[str, Any]:
-        """The state of the last `commit`; whole weights only, and to be called when the reduction is closed.
+    def marked(self) -> dict[str, Any]:
+        """The state of the last `mark`; whole weights only, and to be called when the reduction is closed.
 
         A step that was not finished has changed nothing else by then: weights, optimizer, average, scaler and schedule
         change in the update alone, which waits for no rank; buffers, which change before, are put back.
         """
         if self._kept_buffers[0] == self.step:
             self.put_back_buffers()
-        return {**self.state_dict(), "position": asdict(self._committed[1])}
+        return {**self.state_dict(), "position": asdict(self._mark[1])}
 
     def keep_buffers(self) -> None:
         """Keep copies of the buffers, until this is called again."""
@@ -200,7 +200,7 @@ class TrainState:
             parameters[name].requires_grad_(flag)
         kept = state["position"]
         self.position = Position(**{each.name: kept[each.name] for each in fields(Position) if each.name in kept})
-        self.commit()
+        self.mark()
 
     def named_callbacks(self) -> Iterator[tuple[str, Callback]]:
         """The callbacks by class and position: one that the code has exchanged since gets nothing of another one's."""

@@ -180,7 +180,7 @@ def test_a_rendezvous_that_stays_away_ends_in_6(tmp_path: Path) -> None:
     assert all("start `ddp rendezvous --port PORT` there" in end.errors for end in ended)
     directory, record = trained(tmp_path)
     assert record["status"] in ("stopped", "failed")
-    assert not directory.is_live
+    assert not directory.is_worked_in
     record_row(3, "with no restarts allowed: 6, saying what to start", {"all nodes gone": seconds})
 
 

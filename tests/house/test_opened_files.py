@@ -19,7 +19,7 @@ ELSEWHERE = {
     "ddp_core/cli/click_kinds.py": "the source of an installed command",
     "ddp_core/cli/training.py": "a file in a temporary folder of its own",
     "ddp_core/distributed/reports.py": "the launcher's folder for its workers",
-    "ddp_core/distributed/seat.py": "the launcher's folder for its workers",
+    "ddp_core/distributed/member.py": "the launcher's folder for its workers",
     "ddp_core/experiment/file.py": "the experiment's file, known to be one; as text, whose line ends Python unifies",
     "ddp_core/experiment/source.py": "modules that this process has imported",
     "ddp_core/launch/live.py": "the launcher's folder for its workers",

@@ -16,7 +16,7 @@ BUDGET = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["size"]
 
 OF_LIVE_RECOVERY = {
     *("ddp_core.launch.live", "ddp_core.launch.live_agent", "ddp_core.launch.live_meeting", "ddp_core.run.live"),
-    *("ddp_core.distributed.members", "ddp_core.distributed.seat", "ddp_core.distributed.live_nccl"),
+    *("ddp_core.distributed.members", "ddp_core.distributed.member", "ddp_core.distributed.live_nccl"),
     "ddp_core.trainers.held",
 }
 """What a launch loads only where others go on without a lost rank; a worker is a fork of its launcher."""

@@ -197,7 +197,7 @@ def _status(path: Path, record: RecordedRun) -> str:
     if record["status"] != "running":
         return record["status"]
     try:
-        return "running" if RunDirectory(path).is_live else "interrupted"
+        return "running" if RunDirectory(path).is_worked_in else "interrupted"
     except OSError:
         return "interrupted"
 

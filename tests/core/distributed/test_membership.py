@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 from ddp_core.distributed import membership
-from ddp_core.distributed.membership import Held, Membership
+from ddp_core.distributed.membership import Membership, Progress
 
 A, B, C, LATE = "0.0@0", "1.0@0", "0.0@1", "1.0@1"
 """Three processes on two nodes, and one that comes later."""
@@ -35,7 +35,7 @@ class Process(NamedTuple):
 
     doing: Doing = "waits"
     number: int = -1
-    held: Held | None = None
+    held: Progress | None = None
     has_sent: bool = False
 
 
@@ -48,7 +48,7 @@ class World(NamedTuple):
     """How many processes or nodes may still be lost."""
     last: int
     """The steps of the whole run."""
-    here: frozenset[tuple[int, str, Held | None]] = frozenset()
+    here: frozenset[tuple[int, str, Progress | None]] = frozenset()
     """Who has come to meet in which group, and what it held then."""
     left: frozenset[tuple[int, str, int]] = frozenset()
     """Who has left which group, and the steps that it held then."""
@@ -296,12 +296,12 @@ def meetings(world: World, name: str, process: Process) -> Iterator[World]:
         yield leaving(world, name, process)
 
 
-def entering(world: World, name: str, offered: list[Held | None]) -> World:
+def entering(world: World, name: str, offered: list[Progress | None]) -> World:
     """All have met, and this process has taken the newest state; its donor may have died since."""
     holder = membership.newest_holder(offered)
     newest, mine = None if holder is None else offered[holder], world.of(name)
     if newest is None or membership.goes_back_to_checkpoint(newest, world.saved):
-        newest = Held(world.saved or 0, True)
+        newest = Progress(world.saved or 0, True)
     kept = max(world.saved or 0, mine.held.step if mine.held is not None else 0)
     assert newest.step >= kept, "a step is done again though its state lives, or is in a checkpoint"
     world = world.put(name, doing="trains", held=newest, has_sent=False)
@@ -323,7 +323,7 @@ def training(world: World, name: str, process: Process) -> Iterator[World]:
         sent = world.put(name, has_sent=True)
         yield sent._replace(room=sent.room | {(process.number, held.step)}) if makes_room(world) else sent
     elif all(has_sent(world, member, process) for member in members):
-        done = world.put(name, held=Held(held.step + 1, False), has_sent=False)
+        done = world.put(name, held=Progress(held.step + 1, False), has_sent=False)
         yield leaving(done, name, done.of(name)) if (process.number, held.step) in world.room else done
     elif world.mistakes:
         # Another rank is silent for too long, though it lives.
@@ -332,7 +332,7 @@ def training(world: World, name: str, process: Process) -> Iterator[World]:
         yield leaving(world, name, process)
 
 
-def settled(world: World, name: str, held: Held) -> World:
+def settled(world: World, name: str, held: Progress) -> World:
     """What follows an update on rank 0, which tells and saves, unless a newer rank 0 has taken the fence."""
     if world.fence != world.of(name).number:
         return world.put(name, doing="out")
@@ -340,7 +340,7 @@ def settled(world: World, name: str, held: Held) -> World:
         world = world._replace(told=(*world.told, held.step))
     if held.step == SAVED:
         world = world._replace(saved=held.step)
-    return world.put(name, held=Held(held.step, True))
+    return world.put(name, held=Progress(held.step, True))
 
 
 def makes_room(world: World) -> bool:

@@ -197,13 +197,13 @@ def test_checkpoints_without_a_record_are_not_passed_over(tmp_path: Path) -> Non
 def test_a_run_that_somebody_works_on_is_not_resumed(tmp_path: Path) -> None:
     directory = make(tmp_path)
     with RunLock(directory.path):
-        assert directory.is_live
+        assert directory.is_worked_in
         with pytest.raises(
             UserError, match=f"another run is using {directory.path}: .*since .*--resume never"
         ) as raised:
             find_resumable(request(tmp_path), 64)
         assert raised.value.exit_code == ExitCode.BAD_INPUT
-    assert not directory.is_live
+    assert not directory.is_worked_in
     assert find_resumable(request(tmp_path), 64) is not None
 
 

@@ -234,7 +234,7 @@ class Counts(Callback):
 PARTS = ("model", "optimizer", "scaler", "schedule", "average")
 
 
-NOT_SAVED = ("learning_rate", "evaluated_at", "best_at", "ownership", "_committed", "_kept_buffers")
+NOT_SAVED = ("learning_rate", "evaluated_at", "best_at", "ownership", "_mark", "_kept_buffers")
 
 
 LISTED = ("callbacks",)

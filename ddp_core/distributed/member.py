@@ -26,7 +26,7 @@ _LATE_SECONDS = 10.0
 _NO_ANSWER = "the store with the list of members does not answer"
 
 
-class Seat:
+class Member:
     """One process's place among the members, which changes with each membership.
 
     `world`: what the launcher has given. `timeout`: seconds after which a silent process counts as lost. Raises
