@@ -11,7 +11,7 @@ from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
 from ddp_core.experiment.file import load_experiment
 from ddp_core.experiment.request import Request
-from ddp_core.run.beginning import Kept
+from ddp_core.run.beginning import Prepared
 
 FILE = """
 import torch
@@ -43,10 +43,10 @@ def test_it_tries_the_metrics_and_looks_for_the_code_unless_they_fail_without_a_
     (tmp_path / "asked_late.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "asked_late", raising=False)
-    kept = Kept()
-    kept.prepare(Request(load_experiment(str(tmp_path / "mine.py")), Layout(device="cpu"), Options()))
-    assert kept.splits is not None
-    assert kept.digest is not None
-    assert kept.usage is not None
-    assert (kept.source is not None) == is_done
-    assert kept.source is None or set(kept.source.texts) == {"mine.py", "asked_late.py"}
+    prepared = Prepared()
+    prepared.prepare(Request(load_experiment(str(tmp_path / "mine.py")), Layout(device="cpu"), Options()))
+    assert prepared.splits is not None
+    assert prepared.digest is not None
+    assert prepared.usage is not None
+    assert (prepared.source is not None) == is_done
+    assert prepared.source is None or set(prepared.source.texts) == {"mine.py", "asked_late.py"}
