@@ -52,7 +52,7 @@ class Nursery:
 
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
-        self._workers: dict[int, ForkedWorker] = {}
+        self._forked: dict[int, ForkedWorker] = {}
         self._requests = itertools.count()
 
     def __enter__(self) -> Nursery:
@@ -85,8 +85,8 @@ class Nursery:
             while True:
                 pid, code, begun = self._channel.recv()
                 if begun == request:
-                    self._workers[pid] = ForkedWorker(pid, self)
-                    return self._workers[pid]
+                    self._forked[pid] = ForkedWorker(pid, self)
+                    return self._forked[pid]
                 self._ended(pid, code)
         except EOFError:
             raise BrokenPipeError("the nursery is gone") from None
@@ -98,15 +98,15 @@ class Nursery:
                 pid, code, _ = self._channel.recv()
                 self._ended(pid, code)
         except (EOFError, OSError):
-            for pid in list(self._workers):
+            for pid in list(self._forked):
                 self._ended(pid, -signal.SIGKILL)
 
     def _ended(self, pid: int, code: int | None) -> None:
         # A handler of a signal that raised during `start` has left there a process that nobody knows: what is told of
         # it, its beginning (no code) and its end, is passed over.
-        if code is not None and (worker := self._workers.get(pid)) is not None:
+        if code is not None and (worker := self._forked.get(pid)) is not None:
             worker.returncode = code
-            del self._workers[pid]
+            del self._forked[pid]
 
 
 class ForkedWorker:
