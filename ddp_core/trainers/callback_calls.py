@@ -87,7 +87,7 @@ class CallbackCalls(StepObserver):
         # A list of callbacks may differ between ranks.
         by_rank = self._job.collectives.gather((own, self.has_any))
         self._methods = set().union(*(own for own, _ in by_rank))
-        self._shares = self._job.makes_room is not None and by_rank[0][1]
+        self._shares = self._job.is_live and by_rank[0][1]
 
     def told(self) -> CallbackProgress | None:
         """What another process needs to know to call the callbacks in the place of rank 0."""

@@ -106,7 +106,7 @@ class DistributedStrategy(SingleStrategy):
     def drop(self) -> None:
         """Let go of DDP and the reduction."""
         # In a live recovery the other ranks wait for this one.
-        self.reduction.close(waits=self.job.makes_room is None)
+        self.reduction.close(waits=not self.job.is_live)
         del self.reduction, self.module
         gc.collect()
 

@@ -76,6 +76,11 @@ class Job:
         return self.collectives.device
 
     @property
+    def is_live(self) -> bool:
+        """Whether the other ranks go on, in these processes, where one is lost or joins them."""
+        return self.makes_room is not None
+
+    @property
     def is_exact(self) -> bool:
         """Whether gradients are added up in the canonical sequence, so that all layouts have the same bits."""
         return self.options.reduction == "exact"

@@ -107,7 +107,7 @@ class Loop:
     def _leave(self) -> None:
         """End the run here, once it is saved; or raise Regroup, where the ranks only make room for another one."""
         stop = self._job.stop
-        if self._job.makes_room is not None and not any(self._job.collectives.gather(stop.requested)):
+        if self._job.is_live and not any(self._job.collectives.gather(stop.requested)):
             raise Regroup
         self.observers.before_stop()
         stop.saved()
