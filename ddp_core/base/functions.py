@@ -1,12 +1,17 @@
-"""Functions by name, of which some lie in modules that few programs need."""
+"""Functions by name: some lie in modules that few programs need, some in an object's own class."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Made = TypeVar("Made")
+
+
+def overrides(each: Any, base: type, name: str) -> bool:
+    """Whether the object does something of its own in this method of its base class."""
+    return getattr(getattr(each, name), "__func__", None) is not getattr(base, name)
 
 
 class Functions(Mapping[str, Callable[..., Made]], Generic[Made]):

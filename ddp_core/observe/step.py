@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from ddp_core.base.functions import overrides
+
 if TYPE_CHECKING:
     from ddp_core.config.cut import MicroBatch
     from ddp_core.sampler import Ids
@@ -111,7 +113,7 @@ class StepObservers(StepObserver):
         self._acts: dict[str, list[Callable[..., None]]] = {}
         for moment in (name for name in vars(StepObserver) if not name.startswith("_")):
             # Most observers do something at one or two moments.
-            if acts := [getattr(each, moment) for each in observers if _does_something(each, moment)]:
+            if acts := [getattr(each, moment) for each in observers if overrides(each, StepObserver, moment)]:
                 self._acts[moment] = acts
                 setattr(self, moment, partial(self.tell, moment))
 
@@ -119,8 +121,3 @@ class StepObservers(StepObserver):
         """Call the method of this name."""
         for act in self._acts[moment]:
             act(*words)
-
-
-def _does_something(observer: StepObserver, moment: str) -> bool:
-    method = getattr(observer, moment)
-    return getattr(method, "__func__", None) is not getattr(StepObserver, moment)

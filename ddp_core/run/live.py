@@ -122,7 +122,7 @@ class LiveRecovery(Recovery):
             self._held = HeldState.of(trainer)
 
     def newest(self, collectives: Collectives, directory: RunDirectory) -> HeldState | None:
-        """The newest state that a rank holds, on every rank; None where the newest one is in a checkpoint.
+        """Give every rank the newest state that one of them holds; None where a checkpoint has a newer one.
 
         A rank that is behind keeps its own until it has received all of the other one.
         """

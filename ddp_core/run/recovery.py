@@ -49,7 +49,7 @@ class Recovery:
         """Raises UserError (2) where this experiment cannot be recovered so."""
 
     def newest(self, collectives: Collectives, directory: RunDirectory) -> HeldState | None:
-        """The newest state that a rank holds, on every rank; None where the newest one is in a checkpoint."""
+        """Give every rank the newest state that one of them holds; None where a checkpoint has a newer one."""
         return None
 
     def same(self, callbacks: Sequence[Callback], held: HeldState | None) -> Sequence[Callback]:

@@ -73,7 +73,7 @@ def build_trainer(job: Job) -> Trainer:
     steps = _steps(job, state, batches)
     outside = StepObservers(job.observers)
     clock = StepClock(state.model if _overlaps(job) else None, job.device)
-    saving = Saving(job, state, clock, steps)
+    saving = Saving(job, clock, steps)
     guard = Guard(job, state, clock, saving)
     read_every = steps_between_reading(job.options, state, job.device, job.is_live)
     gate = LossGate(state.optimizer, job.device) if read_every > 1 else None
@@ -83,8 +83,8 @@ def build_trainer(job: Job) -> Trainer:
     strategy = _strategy_of(job)(job, state, batches, passes, losses, clock, guard.compares_after)
     held_back = None if gate is None else gate.closed
     update = WeightUpdate(job.experiment, state, batches.steps_per_epoch, strategy.clip_gradients, held_back)
-    figures = Figures(job, state, clock, steps)
-    evaluator = Evaluator(job, strategy, clock, steps)
+    figures = Figures(job, clock, steps)
+    evaluator = Evaluator(strategy, steps)
     callbacks = CallbackCalls(job, steps, clock)
     witnessed = Witnessed(job, steps, saving, guard)
     # The clock counts what others take. An evaluation is printed with the epoch's mean loss, and callbacks get both.
@@ -98,7 +98,7 @@ def build_trainer(job: Job) -> Trainer:
     if job.trial.noted_in is not None:
         observers.append(StepNotes(job, state, job.trial.noted_in))
     # Anybody may freeze parameters before a step; that counts from this step on.
-    observers += [KeptDigests(job, clock, steps, saving), saving, outside, Retraining(job, strategy, losses)]
+    observers += [KeptDigests(job, clock, steps, saving), saving, outside, Retraining(strategy)]
     loop = Loop(strategy, update, steps, StepObservers(observers), partial(end_or_skip, job, batches, saving))
     return Trainer(job, state, steps, strategy, loop, clock, figures, evaluator, callbacks, guard, witnessed, saving)
 

@@ -12,10 +12,10 @@ from ddp_core.trainers.saving import Saving
 
 
 def end_or_skip(job: Job, batches: Batches, saving: Saving, report: StepReport, done: int) -> None:
-    """A report of such a loss was read after the gradients of `done` steps. Raises UserError (5), or says
-    what is skipped.
+    """Raise UserError (5) for the report of such a loss, or say that its step is skipped, where that was asked for.
 
-    The line names the first such micro-batch, its rank or replica, and up to 16 sample ids.
+    It was read after the gradients of `done` steps. The line names the first such micro-batch, its rank or replica, and
+    up to 16 sample ids.
     """
     parts = batches.cut.parts(report.samples)
     first = next((part for part in parts if not math.isfinite(report.losses[part.index])), None)

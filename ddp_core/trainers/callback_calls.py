@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.functions import overrides
 from ddp_core.base.user_code import user_code
 from ddp_core.checkpoint.state import in_host_memory
 from ddp_core.observe.callback import Callback, Moment
@@ -59,11 +60,10 @@ class CallbackCalls(StepObserver):
 
     def __init__(self, job: Job, steps: Steps, clock: StepClock) -> None:
         self._job, self._steps, self._clock = job, steps, clock
-        first = job.collectives.world.is_first
         self._callbacks = [
             (position, callback)
             for position, callback in enumerate(job.parts.callbacks)
-            if first or callback.ranks == "all"
+            if job.is_first or callback.ranks == "all"
         ]
         self.has_any = bool(self._callbacks)
         """Whether this rank has a callback."""
@@ -83,7 +83,7 @@ class CallbackCalls(StepObserver):
     def begin(self) -> None:
         """Learn in which methods ranks must ask each other."""
         methods: tuple[Method, ...] = ("on_step", "on_epoch")
-        own = {method for _, callback in self._callbacks for method in methods if _has(callback, method)}
+        own = {method for _, callback in self._callbacks for method in methods if overrides(callback, Callback, method)}
         # A list of callbacks may differ between ranks.
         by_rank = self._job.collectives.gather((own, self.has_any))
         self._methods = set().union(*(own for own, _ in by_rank))
@@ -91,7 +91,7 @@ class CallbackCalls(StepObserver):
 
     def told(self) -> CallbackProgress | None:
         """What another process needs to know to call the callbacks in the place of rank 0."""
-        if not self._job.collectives.world.is_first or not self.has_any:
+        if not self._job.is_first or not self.has_any:
             return self._shared
         states = in_host_memory(self._steps.state.states_of_callbacks(), self._job.device)
         return CallbackProgress(self._step, tuple(self._called), self._asked, states)
@@ -182,11 +182,6 @@ class CallbackCalls(StepObserver):
         """Keep that a callback asks to end the run; its first reason counts."""
         words = " ".join(str(reason).split()) or "no reason given"
         self._asked.setdefault(position, EndRequest(words, type(callback).__name__, callback.ranks == "all"))
-
-
-def _has(callback: Callback, method: Method) -> bool:
-    """Whether the callback does something of its own in this method."""
-    return getattr(getattr(callback, method), "__func__", None) is not getattr(Callback, method)
 
 
 def _not_so(callback: Callback, error: StopIteration) -> UserError:

@@ -23,7 +23,7 @@ class WeightDigests(StepObserver):
             return
         with self._clock.aside("other"):
             weights = state.ownership.whole_weights()
-            if self._job.collectives.world.is_first and weights is not None:
+            if self._job.is_first and weights is not None:
                 self._job.metrics.write("digest", step=state.step, weights_sha256=weights_digest(weights))
 
 

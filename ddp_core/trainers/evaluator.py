@@ -15,9 +15,7 @@ from ddp_core.observe.metrics import readable
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.written_parameters import WrittenParameters
-from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.evaluation import evaluate
-from ddp_core.trainers.job import Job
 from ddp_core.trainers.steps import Steps
 from ddp_core.trainers.strategy import Strategy
 
@@ -28,9 +26,9 @@ TRIED_BATCHES = 2
 class Evaluator(StepObserver):
     """Evaluates at the end of every `every_epochs`-th epoch, and of the run."""
 
-    def __init__(self, job: Job, strategy: Strategy, clock: StepClock, steps: Steps) -> None:
-        self._job, self._strategy, self._clock, self._steps = job, strategy, clock, steps
-        self._state = strategy.state
+    def __init__(self, strategy: Strategy, steps: Steps) -> None:
+        self._strategy, self._steps = strategy, steps
+        self._job, self._state, self._clock = strategy.job, strategy.state, strategy.clock
 
     def epoch_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
         with self._clock.aside():
@@ -55,10 +53,8 @@ class Evaluator(StepObserver):
         state.take_evaluation(self.evaluate(), job.experiment.best)
         self._strategy.seeds.after_evaluation(batch.epoch)
         job.metrics.write("evaluation", step=state.step, epoch=batch.epoch, **state.position.evaluation)
-        figures = (
-            [f"train loss {state.position.last_epoch_loss:.4f}"] if state.position.last_epoch_loss is not None else []
-        )
-        figures += readable(state.position.evaluation)
+        loss = state.position.last_epoch_loss
+        figures = [*([] if loss is None else [f"train loss {loss:.4f}"]), *readable(state.position.evaluation)]
         job.console.say(f"epoch {batch.epoch + 1:3d}  step {state.step:6d}  " + "  ".join(figures))
 
     def evaluate(self) -> dict[str, Any]:
@@ -74,8 +70,9 @@ class Evaluator(StepObserver):
         job, splits, state = self._job, self._job.parts.splits, self._state
         if splits.test is None:
             return {}
-        settings, ownership = job.experiment.evaluation, state.ownership
-        few = first_items(splits.test, TRIED_BATCHES * settings.samples_per_batch) if job.is_tried else None
+        settings, ownership, test = job.experiment.evaluation, state.ownership, splits.test
+        if job.is_tried:
+            test = first_items(test, TRIED_BATCHES * settings.samples_per_batch)
 
         def forward(inputs: Tree, targets: Tree) -> tuple[Tree, Tree, Tensor]:
             with ownership.forward_alone():
@@ -86,7 +83,7 @@ class Evaluator(StepObserver):
                 model,
                 forward,
                 job.parts.hits,
-                splits.test if few is None else few,
+                test,
                 settings,
                 job.collectives,
                 splits.collate,

@@ -10,7 +10,6 @@ from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.steps import Steps
-from ddp_core.trainers.train_state import TrainState
 
 
 class Figures(StepObserver):
@@ -19,8 +18,8 @@ class Figures(StepObserver):
     Its seconds are those of training: without what the clock keeps aside.
     """
 
-    def __init__(self, job: Job, state: TrainState, clock: StepClock, steps: Steps) -> None:
-        self._job, self._state, self._clock, self._steps = job, state, clock, steps
+    def __init__(self, job: Job, clock: StepClock, steps: Steps) -> None:
+        self._job, self._state, self._clock, self._steps = job, steps.state, clock, steps
         self._is_warm = False
         self.loss = math.nan
         """The mean loss of the newest step that was read."""

@@ -68,7 +68,9 @@ class Job:
     makes_room: Callable[[], bool] | None = None
     """Whether all ranks are to leave at the end of the step, to let a new one in; None where none can come."""
     observers: Sequence[StepObserver] = ()
-    """Told of every moment, in this order, after the trainer's own that write or compare."""
+    """Observers from outside the trainer, in this order. At each moment the trainer's own act first; only what is
+    trained is looked at after them, so that a flag `requires_grad` that one of them changed counts from this step on.
+    """
 
     @property
     def device(self) -> torch.device:

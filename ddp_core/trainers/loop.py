@@ -48,8 +48,8 @@ class Loop:
             strategy.seeds.update(state.step - 1)
             self._settle(strategy.batches.done(state.step - 1))
         end = state.step if self.steps.are_done else self.steps.total
-        # After an error the device may wait for a lost peer. It is freed before anything is closed that may wait for
-        # the device: the stream's thread, and what the caller closes.
+        # After an error the device may wait for a lost peer. So the device is freed first, and only then is closed what
+        # may wait for the device: the thread that loads batches, and what the caller closes.
         with (
             contextlib.closing(strategy.batches.starting_at(state.step, end)) as batches,
             self._job.collectives.abandoned_on_error(),

@@ -5,16 +5,15 @@ from __future__ import annotations
 from ddp_core.base.errors import UserError
 from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.reduction.trained import TrainedParameters, describe_changes
-from ddp_core.trainers.job import Job
-from ddp_core.trainers.step_losses import StepLosses, not_on_all
+from ddp_core.trainers.step_losses import not_on_all
 from ddp_core.trainers.strategy import Strategy
 
 
 class Retraining(StepObserver):
     """Looks at the model's flags `requires_grad` before each step."""
 
-    def __init__(self, job: Job, strategy: Strategy, losses: StepLosses) -> None:
-        self._job, self._strategy, self._losses = job, strategy, losses
+    def __init__(self, strategy: Strategy) -> None:
+        self._job, self._strategy, self._losses = strategy.job, strategy, strategy.losses
         self._trained = TrainedParameters(strategy.model)
 
     def before_step(self, batch: StepBatch) -> None:

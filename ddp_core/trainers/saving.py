@@ -14,7 +14,6 @@ from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.steps import Steps
-from ddp_core.trainers.train_state import TrainState
 
 
 class Saving(StepObserver):
@@ -23,8 +22,8 @@ class Saving(StepObserver):
     Where the state is sharded among ranks, each rank writes its part.
     """
 
-    def __init__(self, job: Job, state: TrainState, clock: StepClock, steps: Steps) -> None:
-        self._job, self._state, self._clock, self._steps = job, state, clock, steps
+    def __init__(self, job: Job, clock: StepClock, steps: Steps) -> None:
+        self._job, self._state, self._clock, self._steps = job, steps.state, clock, steps
         self._checkpointer = job.run.checkpointer
         self._every = job.options.checkpoint_every
         self._counts: dict[str, int] = {}

@@ -16,7 +16,7 @@ from ddp_core.observe.step import StepBatch, StepReport
 from ddp_core.trainers.train_state import TrainState
 
 _REQUESTS = 2
-"""Numbers that are summed beside the losses: of ranks asked to leave, and of ranks on which other parameters train."""
+"""So many counts are summed beside the losses: how many ranks shall leave, and on how many other parameters train."""
 
 
 class StepLosses:
@@ -63,7 +63,8 @@ class StepLosses:
         self.tell_wait()
         own, self._by_micro_batch = self._by_micro_batch, {}
         if self._collectives.world.world_size == 1:
-            self._requests[0] = leaves
+            if leaves:  # which this process then does, so that nobody takes it back
+                self._requests[0] = 1
             self._unread.append((batch.step, batch.samples, list(own), torch.stack(list(own.values()))))
             return
         vector = self._zeros()
@@ -91,7 +92,9 @@ class StepLosses:
     def _start_sums(self, vector: Tensor, leaves: bool = False, retrains: bool = False) -> None:
         is_on_cpu = self._collectives.device.type == "cpu"
         self._requests = vector[-_REQUESTS:] if is_on_cpu else torch.zeros(_REQUESTS, dtype=torch.float64)
-        self._requests[0], self._requests[1] = leaves, retrains
+        for number, is_asked in enumerate((leaves, retrains)):
+            if is_asked:
+                self._requests[number] = 1
         sent = [vector] if is_on_cpu else [self._requests, *([] if retrains else [vector])]
         begun = [self._collectives.start_sum(each) for each in sent]
         self._sums = [work for work in begun if work is not None]
@@ -109,7 +112,7 @@ class StepLosses:
         another rank trains other parameters.
         """
         self._finish_sums()
-        leaves, retrains = (bool(number) for number in self._requests)
+        leaves, retrains = map(bool, self._requests.tolist())
         if retrains:
             place = self._collectives.world.place
             raise not_on_all(f"step {batch.step + 1}, {place}: other ranks train other parameters now")

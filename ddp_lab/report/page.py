@@ -26,7 +26,7 @@ def write_report(output: Path, to: Path) -> Report:
     report = build_report(output)
     try:
         to.mkdir(parents=True, exist_ok=True)
-        # Names of files in it may hold bytes that are no UTF-8.
+        # Names of files in the report may hold bytes that are no UTF-8.
         replace_file(to / "index.html", render(report).encode(errors="backslashreplace"))
     except OSError as error:
         reason = f"cannot write {error.filename or to}: {error.strerror}"
