@@ -11,7 +11,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,10 @@ class DataDigest:
     """
     sampled: bool = False
     """Whether a part of the data alone was read: a change of the rest is not noticed."""
+
+    def without_parts(self) -> DataDigest:
+        """What ranks tell each other of it."""
+        return replace(self, parts={})
 
 
 _GIVEN = "content, given by the builder"

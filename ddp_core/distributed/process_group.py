@@ -160,17 +160,6 @@ class Collectives:
     def _uses_nccl(self) -> bool:
         return self.device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config()
 
-    def require_same(self, **facts: str) -> None:
-        """Raises UserError on every rank where a fact (a code version, a digest) differs between ranks."""
-        seen = self.gather(facts)
-        for name, ours in seen[0].items():
-            other = [rank for rank, theirs in enumerate(seen) if theirs.get(name) != ours]
-            if other:
-                raise UserError(
-                    f"ranks {', '.join(map(str, other))} have another {name} than rank 0: "
-                    "start every node with the same code and the same command"
-                )
-
 
 @contextlib.contextmanager
 def process_group(

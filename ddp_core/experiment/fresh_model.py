@@ -4,14 +4,13 @@ What a first forward makes is made before anything looks at the parameters: a la
 until it has seen a batch, and the optimizer needs them (`make_real`); a table, such as a rotary embedding's sines, is
 kept in a buffer that the first forward fills, which changes a buffer and yet makes nothing that depends on the layout
 (`fill_tables`). Every rank of every layout runs the same forwards on the same samples, in evaluation mode, and the
-random numbers that come afterwards are as if it had not. Then ranks compare what they have built
-(`require_same_model`).
+random numbers that come afterwards are as if it had not. Then ranks compare what they have built (`lines_about`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, zip_longest
+from itertools import chain
 
 import numpy as np
 import torch
@@ -26,7 +25,6 @@ from ddp_core.config.experiment import Experiment
 from ddp_core.data.loader import Loader
 from ddp_core.data.splits import Splits
 from ddp_core.data.trees import Tree, call, map_tensors
-from ddp_core.distributed.process_group import Collectives
 from ddp_core.experiment.file import in_one_line, place_of
 from ddp_core.model.forward_state import ForwardState
 from ddp_core.reduction.batch_statistics import BatchNorm
@@ -127,19 +125,9 @@ def fill_tables(model: nn.Module, experiment: Experiment, splits: Splits) -> Non
         start.put_back()
 
 
-def require_same_model(collectives: Collectives, model: nn.Module) -> None:
-    """Raises UserError on every rank, with the first difference, where a rank has built another model than rank 0.
-
-    Names, shapes, types, and what is trained are compared; the values are not.
-    """
-    seen = collectives.gather([_line_about(name, tensor) for name, tensor in _tensors_of(model)])
-    for rank, theirs in enumerate(seen):
-        for ours, other in zip_longest(seen[0], theirs, fillvalue="nothing more"):
-            if ours != other:
-                raise UserError(
-                    f"rank {rank} has built another model than rank 0: {other}, where rank 0 has {ours}; every rank "
-                    "trains the same model, so let its builder not depend on RANK, the machine, or the time"
-                )
+def lines_about(model: nn.Module) -> list[str]:
+    """A line for each parameter and buffer: its name, shape, type, and whether it is trained."""
+    return [_line_about(name, tensor) for name, tensor in _tensors_of(model)]
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

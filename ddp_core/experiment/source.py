@@ -31,7 +31,6 @@ from ddp_core.base.beneath import make_folder_beneath, read_file
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import replace_file, sync
 from ddp_core.base.refusals import refused
-from ddp_core.distributed.process_group import Collectives
 from ddp_core.experiment.file import INSTALLED, LoadedExperiment, Served
 
 FOLDER = "source"
@@ -286,15 +285,3 @@ def shortened(text: str) -> str:
     lines = text.splitlines()
     left_out = len(lines) - _SHOWN_LINES
     return "\n".join([*lines[:_SHOWN_LINES], *([f"… and {left_out} more lines"] if left_out > 0 else [])])
-
-
-def require_same_source(collectives: Collectives, source: Source) -> None:
-    """Raises UserError on every rank where a file has other contents on another rank.
-
-    A file that only some ranks have imported is not compared: rank 0 may import a logger that the others do not.
-    """
-    files_of = collectives.gather(source.files)
-    for place, digest in files_of[0].items():
-        others = ", ".join(str(rank) for rank, files in enumerate(files_of) if files.get(place, digest) != digest)
-        if others:
-            raise UserError(f"ranks {others} have another {place} than rank 0: start every node with the same code")

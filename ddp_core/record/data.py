@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,9 @@ from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import replace_file
 from ddp_core.base.refusals import refused
-from ddp_core.config.options import Options
-from ddp_core.data.data_digest import ADVICE, DataDigest, changed_at, digest_files, digest_items
+from ddp_core.data.data_digest import DataDigest, changed_at, digest_files, digest_items
 from ddp_core.data.splits import Splits
 from ddp_core.distributed.process_group import Collectives
-from ddp_core.record.guarded import not_promised
 
 FILE = "data.json"
 MOST_DATA_BYTES = 2**29
@@ -29,75 +26,68 @@ MOST_DATA_BYTES = 2**29
 _ROUND_SECONDS = 1.0
 
 
+def has_files_to_read(splits: Splits) -> bool:
+    """Whether the digest is that of files, which may take minutes to read."""
+    return bool(splits.files) and not splits.digest
+
+
 def digest_data(splits: Splits) -> DataDigest:
     """The digest of the data, in one process. Raises UserError (4) where a file cannot be read."""
-    return digest_files(splits.files) if splits.files and not splits.digest else digest_items(splits)
+    return digest_files(splits.files) if has_files_to_read(splits) else digest_items(splits)
 
 
-def agreed_digest(
-    splits: Splits,
-    collectives: Collectives,
-    tell: Callable[[str], None],
-    options: Options,
-    known: DataDigest | None = None,
-) -> DataDigest:
-    """The digest of the data, the same on all ranks; `tell` gets a line where the builder gave none.
+def read_on_each_node(
+    files: Sequence[Path], collectives: Collectives, known: DataDigest | None
+) -> tuple[DataDigest | None, list[DataDigest | None]]:
+    """The digest of the files as local rank 0 has read them, and those of all ranks; None for those who read nothing.
 
-    Files are read by one rank of each node. `known`: what this process has read before. Raises UserError on every rank
-    where a rank has other data, and with `--guard strict` where items differ from one read to the next.
-    """
-    started = time.monotonic()
-    if splits.files and not splits.digest:
-        found = _on_one_rank_of_each_node(lambda: known or digest_files(splits.files), collectives)
-    else:
-        found = known or digest_items(splits)
-    seen = collectives.gather(None if found is None else (found.sha256, found.digest_of, found.sampled))
-    told = [part for part in seen if part is not None]
-    if any(sha256 is None for sha256, *_ in told):
-        unsteady = next(words for sha256, words, _ in told if sha256 is None)
-        text = "the data set gives other items at each read, so no result can be repeated to the bit; " + ADVICE
-        tell(not_promised(text, options))
-        return DataDigest(None, unsteady)
-    if len(set(told)) > 1:
-        _refuse(found, seen, collectives)
-    # Only rank 0 keeps the parts, which it writes: those of a million files would take 200 MB on each rank.
-    sha256, digest_of, sampled = seen[0]
-    digest = DataDigest(sha256, digest_of, sampled=sampled)
-    if found is not None and collectives.world.is_first:
-        digest = found
-    if known is None and not splits.digest:
-        seconds = time.monotonic() - started
-        tell(f"data: digested {digest.digest_of} in {seconds:.1f} s, as the builder gives no digest")
-    return digest
-
-
-def _on_one_rank_of_each_node(read: Callable[[], DataDigest], collectives: Collectives) -> DataDigest | None:
-    """The digest that local rank 0 has read, None on the other ranks.
-
-    Meanwhile all ranks take part in short collectives, because none may take longer than `--timeout`.
+    `known`: what this process has read before. Meanwhile all ranks take part in short collectives, because none may
+    take longer than `--timeout`. Raises the first rank's error on every rank.
     """
     with ThreadPoolExecutor(1) as thread:
-        reading: Future[DataDigest] | None = thread.submit(read) if collectives.world.local_rank == 0 else None
+        reads = collectives.world.local_rank == 0
+        reading = thread.submit(lambda: known or digest_files(files)) if reads else None
         while True:
             if reading is not None:
                 wait([reading], _ROUND_SECONDS)
-            if all(collectives.gather(reading is None or reading.done())):
+            everyones = collectives.gather(_done(reading))
+            if all(is_done for is_done, *_ in everyones):
                 break
-        failures = [failure for failure in collectives.gather(reading and reading.exception()) if failure is not None]
-        if failures:
-            raise failures[0]
-        return None if reading is None else reading.result()
+    for _, _, failure in everyones:
+        if failure is not None:
+            raise failure
+    return None if reading is None else reading.result(), [digest for _, digest, _ in everyones]
 
 
-def _refuse(found: DataDigest | None, seen: list[Any], collectives: Collectives) -> None:
-    """Raise UserError on every rank; it says where the data of the first rank with other data differ from rank 0's."""
-    other = [rank for rank, part in enumerate(seen) if part is not None and part != seen[0]]
-    everywhere = collectives.gather(found)
-    where = changed_at(everywhere[0], everywhere[other[0]])
-    raise UserError(
-        f"ranks {', '.join(map(str, other))} have other data than rank 0 ({where}): copy the same files to every node; "
-        "where equal data are read in another way on purpose, let the builder give Splits.digest"
-    )
+def _done(reading: Future[DataDigest] | None) -> tuple[bool, DataDigest | None, BaseException | None]:
+    """Whether all was read that this rank reads, the digest without its parts, and the error."""
+    if reading is None or not reading.done():
+        return reading is None, None, None
+    failure = reading.exception()
+    return True, None if failure else reading.result().without_parts(), failure
+
+
+def agreed_digest(
+    found: DataDigest | None, everyones: Sequence[DataDigest | None], collectives: Collectives
+) -> DataDigest:
+    """The digest of the data, the same on all ranks, of which rank 0 alone has the parts.
+
+    `found`: what this rank has read. `everyones`: the digests of all ranks without their parts, None where a rank has
+    read nothing. Raises UserError on every rank where a rank has other data.
+    """
+    first = everyones[0]
+    assert first is not None
+    if unsteady := next((each for each in everyones if each is not None and each.sha256 is None), None):
+        return unsteady
+    if other := [rank for rank, each in enumerate(everyones) if each not in (None, first)]:
+        everywhere = collectives.gather(found)
+        where = changed_at(everywhere[0], everywhere[other[0]])
+        raise UserError(
+            f"ranks {', '.join(map(str, other))} have other data than rank 0 ({where}): copy the same files to every "
+            "node; where equal data are read in another way on purpose, let the builder give Splits.digest"
+        )
+    # Only rank 0 keeps the parts, which it writes: those of a million files would take 200 MB on each rank.
+    return found if found is not None and collectives.world.is_first else first
 
 
 def keep_digest(directory: Path, before: Mapping[str, Any], digest: DataDigest) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file
-from ddp_core.base.fingerprint import fingerprint, fingerprint_differences, of_all_ranks
+from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.base.silent_ends import no_silent_end
 from ddp_core.base.user_code import no_way_out
 from ddp_core.checkpoint import Fence, Superseded
@@ -26,7 +26,6 @@ from ddp_core.distributed.stop import Stopped
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import Request
 from ddp_core.experiment.source import FOLDER, Source, changed_files, collect, diff, read_source
-from ddp_core.numerics.limits import rules_of
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
 from ddp_core.record.continuing import continue_command, differing, in_words, kept_length
@@ -54,10 +53,24 @@ class Origin:
 
     source: Source
     data: DataDigest
+    fingerprint: Mapping[str, Any]
+    """That of all ranks."""
     weights: InitialWeights | None = None
     """The initial weights; None for random ones, drawn from the experiment's seed."""
     fork: Fork | None = None
     """Where the run branches off; None for one that begins at step 0, and for one that is continued."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What rank 0 has begun, and all ranks know."""
+
+    attempt: int = 0
+    """The number of this attempt."""
+    token: int = 0
+    """That of rank 0's fence."""
+    kept_every: int | None = None
+    """The steps from one state that is kept for an audit to the next; None where none is."""
 
 
 class RunRecord:
@@ -67,10 +80,10 @@ class RunRecord:
         self, request: Request, collectives: Collectives, directory: RunDirectory, origin: Origin, steps_per_epoch: int
     ) -> None:
         self.request, self.world, self.directory = request, collectives.world, directory
-        self.fingerprint = fingerprint(collectives.device, rules_of(request.options.numerics))
-        self.origin, self.steps_per_epoch = origin, steps_per_epoch
-        self.attempt = 0
+        self.origin, self.fingerprint, self.steps_per_epoch = origin, origin.fingerprint, steps_per_epoch
+        self.begun = Begun()
         self.fence: Fence | None = None
+        """The right to write (rank 0)."""
         self.state: TrainState | None = None
         """The trainer's state, once there is a trainer: an error names its step."""
         self.guard: dict[str, Any] | None = None
@@ -82,15 +95,8 @@ class RunRecord:
         """The files with errors of earlier attempts, and when each was written."""
         self.started, self._began = time.time(), time.monotonic()
 
-    def compare_fingerprints(self, collectives: Collectives) -> None:
-        """Note which ranks compute on something else than rank 0; a collective, before `start`."""
-        self.fingerprint = of_all_ranks(collectives.gather(self.fingerprint))
-
-    def start(self) -> int:
-        """Write run.json, or take it over; from now on no earlier rank 0 can write in this directory.
-
-        Returns the number of this attempt.
-        """
+    def start(self) -> Begun:
+        """Write run.json, or take it over (rank 0); from now on no earlier rank 0 can write in this directory."""
         self.fence = Fence.take(self.directory.path)
         self._errors_before = {
             (file.name, file.stat().st_mtime_ns) for file in self.directory.path.glob("error-rank-*.txt")
@@ -114,7 +120,7 @@ class RunRecord:
             self._note_fork(self.origin.fork, parent)
             changes.fingerprint = bool(fingerprint_differences(self.fingerprint, parent["fingerprint"]))
         data = keep_digest(self.directory.path, before, self.origin.data)
-        self.attempt = len(before.get("attempts", []))
+        kept = before.get("kept") or self._kept()
         attempt = {
             "layout": request.layout.model_dump(),
             "started_at": _utc(self.started),
@@ -154,13 +160,14 @@ class RunRecord:
                 "result": before.get("result", {}),
                 "promise_broken": (before or parent).get("promise_broken"),
                 "ended_early": None,
-                "kept": before.get("kept") or self._kept(),
+                "kept": kept,
                 "fingerprint": self.fingerprint,
                 "fingerprint_changed": changes.fingerprint or before.get("fingerprint_changed", False),
                 "environment": describe_environment(),
             }
         )
-        return self.attempt
+        self.begun = Begun(len(before.get("attempts", [])), self.fence.token, None if kept is None else kept["every"])
+        return self.begun
 
     def _note_fork(self, fork: Fork, parent: Mapping[str, Any]) -> None:
         """Say what the fork changes, and what of its parent keeps it from a promise."""
@@ -263,11 +270,6 @@ class RunRecord:
             return None
         return {"every": -(-experiment.total_steps(self.steps_per_epoch) // keep), "states": []}
 
-    def kept_every(self) -> int | None:
-        """The steps from one state that is kept for an audit to the next; None where none is (rank 0)."""
-        kept = self.directory.read().get("kept")
-        return None if kept is None else kept["every"]
-
     def note_kept(self, step: int, digests: Mapping[str, str]) -> None:
         """Note the digests of the state after `step` steps, which is kept for an audit (rank 0)."""
         assert self.fence is not None
@@ -284,7 +286,7 @@ class RunRecord:
             assert self.fence is not None
             with self.fence.holding():
                 if self.directory.read().get("promise_broken") is None:  # the first finding counts
-                    self.directory.update(promise_broken={"step": step, "what": what, "attempt": self.attempt})
+                    self.directory.update(promise_broken={"step": step, "what": what, "attempt": self.begun.attempt})
 
     def finish(self, trainer: Trainer, speed: dict[str, float]) -> dict[str, Any] | None:
         """Write result, digests and the final weights; returns the result on rank 0, None on the others.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -12,21 +13,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ddp_core.base.determinism import choose_kernels
+from ddp_core.base.fingerprint import fingerprint, of_all_ranks
 from ddp_core.base.process import keep_freed_memory, return_large_blocks
 from ddp_core.base.refusals import require_open_files
-from ddp_core.data.data_digest import DataDigest
+from ddp_core.data.data_digest import ADVICE, DataDigest, digest_items
 from ddp_core.data.splits import Splits
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
 from ddp_core.distributed.world import World
 from ddp_core.experiment.built import BuiltExperiment
-from ddp_core.experiment.fresh_model import require_same_model
+from ddp_core.experiment.fresh_model import lines_about
 from ddp_core.experiment.request import Request, build_parts, build_splits, check_promise
-from ddp_core.experiment.source import Source, collect, require_same_source
+from ddp_core.experiment.source import Source, collect
 from ddp_core.numerics.kernels import portable_kernels
+from ddp_core.numerics.limits import rules_of
 from ddp_core.observe.metrics import Console
 from ddp_core.observe.usage import Usage
-from ddp_core.record.data import agreed_digest, digest_data
+from ddp_core.record.data import agreed_digest, digest_data, has_files_to_read, read_on_each_node
 from ddp_core.record.environment import facts_of
+from ddp_core.record.guarded import not_promised
+from ddp_core.run.facts import Facts
 from ddp_core.run.resuming import ChosenRun
 from ddp_core.sharding import Sharding
 from ddp_core.trainers.train_state import score_of
@@ -45,6 +50,8 @@ class Beginning(NamedTuple):
     source: Source
     """The user's code, of which all modules are imported by now."""
     data: DataDigest
+    fingerprint: dict[str, Any]
+    """What a result depends on, bit for bit, and which ranks compute on something else than rank 0."""
 
 
 @dataclass
@@ -116,31 +123,45 @@ def _meet(
 
 def _build_the_same(
     request: Request, collectives: Collectives, console: Console, prepared: Prepared
-) -> tuple[BuiltExperiment, Source, DataDigest]:
-    """All parts, the user's code and the digest of the data.
+) -> tuple[BuiltExperiment, Source, DataDigest, dict[str, Any]]:
+    """All parts, the user's code, the digest of the data, and the fingerprint of all ranks.
 
-    Raises UserError on every rank where the ranks have another version of ddp_core, request, code or data.
+    Raises UserError on every rank where the ranks have another version of ddp_core, request, code, model or data.
     """
     check_promise(request)
-    collectives.require_same(**facts_of(request))
     is_known = prepared.source is not None
     splits = prepared.splits
     if request.is_miniature:
         built = build_splits(request.loaded, Path(request.options.data_dir))
         splits = replace(built, most=request.loaded.experiment.samples_in_miniature(len(built.train)))
     parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device, splits)
-    require_same_model(collectives, parts.model)
     parts = replace(parts, metrics=_own_metrics(request, parts, collectives.device, is_known))
     # All modules of the user are imported by now.
     source = prepared.source or collect(request.loaded)
-    require_same_source(collectives, source)
-    for module in source.unreadable:
-        console.warn(f"the source of module {module} is gone; without it `ddp verify` cannot repeat this run")
     # Files may take minutes to read, which a run that is only tried does not have.
     splits = replace(parts.splits, files=()) if request.is_tried and not request.is_witness else parts.splits
-    digest = agreed_digest(splits, collectives, console.say, request.options, prepared.digest)
-    prepared.splits, prepared.digest, prepared.source = parts.splits, digest, source
-    return parts, source, digest
+    started = time.monotonic()
+    digest = prepared.digest or (None if has_files_to_read(splits) else digest_items(splits))
+    everyones = Facts(
+        {**facts_of(request), **source.files},
+        lines_about(parts.model),
+        None if digest is None else digest.without_parts(),
+        fingerprint(collectives.device, rules_of(request.options.numerics)),
+    ).of_all(collectives)
+    digests = [facts.data for facts in everyones]
+    if None in digests:
+        digest, digests = read_on_each_node(splits.files, collectives, digest)
+    data = agreed_digest(digest, digests, collectives)
+    for module in source.unreadable:
+        console.warn(f"the source of module {module} is gone; without it `ddp verify` cannot repeat this run")
+    if data.sha256 is None:
+        text = f"the data set gives other items at each read, so no result can be repeated to the bit; {ADVICE}"
+        console.say(not_promised(text, request.options))
+    elif prepared.digest is None and not splits.digest:
+        seconds = time.monotonic() - started
+        console.say(f"data: digested {data.digest_of} in {seconds:.1f} s, as the builder gives no digest")
+    prepared.splits, prepared.digest, prepared.source = parts.splits, data, source
+    return parts, source, data, of_all_ranks([facts.fingerprint for facts in everyones])
 
 
 def _own_metrics(request: Request, parts: BuiltExperiment, device: torch.device, is_known: bool) -> OwnMetrics | None:

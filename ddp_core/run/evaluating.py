@@ -15,13 +15,12 @@ from typing import Any, TextIO
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.documents import json_text
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.fingerprint import fingerprint, fingerprint_differences
+from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.checkpoint import read_checkpoint, whole_tensors
 from ddp_core.data.data_digest import changed_at
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.request import Evaluated, Request
-from ddp_core.numerics.limits import rules_of
 from ddp_core.observe.metrics import MetricsWriter, read_metrics, readable
 from ddp_core.record.data import recorded_digest
 from ddp_core.record.directory import RunDirectory
@@ -124,7 +123,6 @@ def _told(
     no_digest = beginning.data.sha256 is None or before.sha256 is None
     settings = () if request.asked is None else request.asked.settings
     is_same = None if no_digest else changed_at(before, beginning.data) is None
-    here = fingerprint(beginning.collectives.device, rules_of(request.options.numerics))
     told: dict[str, Any] = json.loads(
         json_text(
             {
@@ -137,7 +135,7 @@ def _told(
                 "settings": list(settings),
                 "data_sha256": beginning.data.sha256,
                 "same_data": is_same,
-                "other_fingerprint": fingerprint_differences(here, record["fingerprint"]),
+                "other_fingerprint": fingerprint_differences(beginning.fingerprint, record["fingerprint"]),
                 "figures": figures,
                 "recorded": recorded and {name: recorded[name] for name in recorded if name not in _NOT_FIGURES},
             }

@@ -21,7 +21,6 @@ from ddp_core.observe.step import StepObserver
 from ddp_core.record.run_record import RunRecord
 from ddp_core.run.asking import OverSocket
 from ddp_core.run.beginning import Beginning
-from ddp_core.run.resuming import by_rank_0
 from ddp_core.trainers import Job, RunAccess, Trial
 
 if TYPE_CHECKING:
@@ -44,9 +43,8 @@ def job_of(
     """
     request, directory, world = record.request, record.directory.path, record.world
     collectives, console, parts = beginning.collectives, beginning.console, beginning.parts
-    kept_every = by_rank_0(collectives, record.kept_every)
     with (
-        _checkpointer(record, collectives, console, kept_every) as checkpointer,
+        _checkpointer(record, console) as checkpointer,
         _observers(record, parts.model, collectives, console, start_step) as observers,
     ):
         yield Job(
@@ -61,7 +59,7 @@ def job_of(
             run=RunAccess(
                 directory=directory,
                 checkpointer=checkpointer,
-                kept_every=kept_every,
+                kept_every=record.begun.kept_every,
                 note_kept=record.note_kept if world.is_first else None,
                 mark_broken=record.mark_broken,
                 witness=OverSocket(directory) if world.is_first else None,
@@ -92,9 +90,7 @@ def metrics_of(record: RunRecord, console: Console) -> MetricsWriter:
 
 
 @contextmanager
-def _checkpointer(
-    record: RunRecord, collectives: Collectives, console: Console, kept_every: int | None
-) -> Iterator[Checkpointer | None]:
+def _checkpointer(record: RunRecord, console: Console) -> Iterator[Checkpointer | None]:
     """Rank 0's checkpointer; the other ranks have one where each rank writes its part."""
     request, world, directory = record.request, record.world, record.directory
     options, in_parts = request.options, request.layout.saves_in_parts
@@ -108,12 +104,12 @@ def _checkpointer(
         if in_parts:
             ranks = stack.enter_context(Ranks.meeting(world.place, options.timeout))
             # All parts are written in the name of rank 0, so a later rank 0 takes this right from all ranks.
-            fence = Fence(directory.path, collectives.broadcast(fence.token if fence is not None else 0))
+            fence = Fence(directory.path, record.begun.token)
         checkpointer = stack.enter_context(
             Checkpointer(
                 directory.checkpoints,
                 keep_last=options.keep_last,
-                keep_every=[each for each in (options.keep_every, kept_every) if each is not None],
+                keep_every=[each for each in (options.keep_every, record.begun.kept_every) if each is not None],
                 asynchronous=options.asynchronous_save,
                 fence=fence,
                 ranks=ranks,
@@ -165,7 +161,9 @@ def _observers(
         if options.ledger:
             from ddp_core.observe.ledger import Ledger
 
-            observers.append(stack.enter_context(closing(Ledger(directory, record.attempt, world.rank, first_step))))
+            observers.append(
+                stack.enter_context(closing(Ledger(directory, record.begun.attempt, world.rank, first_step)))
+            )
         if options.faults:
             from ddp_core.observe.faults import FaultScript
 

@@ -31,7 +31,7 @@ from ddp_core.record.continuing import (
 from ddp_core.record.data import recorded_digest
 from ddp_core.record.directory import RunDirectory, find_launch, pass_over
 from ddp_core.record.lock import RunLock
-from ddp_core.record.run_record import Origin, RunRecord
+from ddp_core.record.run_record import Begun, Origin, RunRecord
 from ddp_core.trainers import Trainer
 
 if TYPE_CHECKING:
@@ -161,23 +161,29 @@ def choose_fork(request: Request, directory: RunDirectory, samples: int, data: D
     return fork
 
 
-def _bring_checkpoint(directory: RunDirectory) -> None:
-    """Copy the checkpoint from which a fork begins into its directory. Raises UserError as `bring_checkpoint` does."""
-    if (fork := directory.read().get("forked_from")) is not None:
-        from ddp_core.record.forking import bring_checkpoint
-
-        bring_checkpoint(directory, fork)
-
-
 def choose_checkpoint(collectives: Collectives, directory: RunDirectory, console: Console) -> Checkpoint | None:
-    """The newest valid checkpoint, the same on every rank; None for a run that begins at step 0."""
-    by_rank_0(collectives, _bring_checkpoint, directory)
-    chosen = by_rank_0(collectives, newest_valid, directory.checkpoints, console.say)
+    """The newest valid checkpoint, the same on every rank; None for a run that begins at step 0.
+
+    A fork begins with a copy of one. Raises UserError as `bring_checkpoint` does.
+    """
+
+    def newest() -> Checkpoint | None:
+        if (fork := directory.read().get("forked_from")) is not None:
+            from ddp_core.record.forking import bring_checkpoint
+
+            bring_checkpoint(directory, fork)
+        return newest_valid(directory.checkpoints, console.say)
+
+    chosen = by_rank_0(collectives, newest)
     return None if chosen is None else read_checkpoint(chosen.manifest, sha256=chosen.sha256)
 
 
-def _take(lock: RunLock, directory: RunDirectory, world: World) -> None:
-    """Take the lock of the run directory. Raises UserError where it cannot be taken, and another launch holds it."""
+def _start(record: RunRecord, lock: RunLock) -> Begun:
+    """Take the lock of the run directory, and begin the record.
+
+    Raises UserError where the lock cannot be taken, and another launch holds it.
+    """
+    world, directory = record.world, record.directory
     try:
         lock.acquire()
     except UserError as error:
@@ -186,6 +192,7 @@ def _take(lock: RunLock, directory: RunDirectory, world: World) -> None:
         is_held = error.exit_code == ExitCode.BAD_INPUT and world.launch_id is not None
         if not is_held or directory.read().get("launch_id") != world.launch_id:
             raise
+    return record.start()
 
 
 @contextmanager
@@ -202,9 +209,7 @@ def open_record(
     with ExitStack() as stack:
         lock = RunLock(directory.path)
         stack.callback(lock.release)
-        by_rank_0(collectives, _take, lock, directory, world)
-        record.compare_fingerprints(collectives)
-        record.attempt = by_rank_0(collectives, record.start)
+        record.begun = by_rank_0(collectives, _start, record, lock)
         if world.is_first:
             clear_heartbeats(directory.path)
             assert record.fence is not None

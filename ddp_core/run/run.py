@@ -164,11 +164,11 @@ def _train(request: Request, world: World, stop: StopRequest, listen: Callable[[
 @contextmanager
 def _open(request: Request, world: World, beginning: Beginning, prepared: Prepared) -> Iterator[RunRecord]:
     """The record of the run that rank 0 has chosen, in which a worker tells its caller where the run lies."""
-    collectives, console, parts, source, data = beginning
+    collectives, console, parts, source, data, fingerprint = beginning
     samples = parts.splits.trained
     chosen = by_rank_0(collectives, lambda: prepared.run or choose_run(request, source, samples, data, world))
     prepared.run = chosen
-    origin = Origin(source, data, chosen.weights, chosen.fork)
+    origin = Origin(source, data, fingerprint, chosen.weights, chosen.fork)
     if world.local_rank == 0:
         tell_caller(chosen.directory.path)
     each = request.loaded.experiment.steps_per_epoch(samples)

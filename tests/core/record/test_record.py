@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.fingerprint import fingerprint_differences
+from ddp_core.base.fingerprint import fingerprint, fingerprint_differences, of_all_ranks
 from ddp_core.checkpoint import Superseded
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
@@ -32,7 +33,11 @@ from ddp_core.trainers import Trainer
 from tests.core.trainers.test_trainers import CPU, experiment, finished
 from tests.support.records import NO_USAGE, a_record
 
-ORIGIN = Origin(Source("mine.py", {"mine.py": b"x = 1\n"}, {}), DataDigest("0" * 64, "content, given by the builder"))
+ORIGIN = Origin(
+    Source("mine.py", {"mine.py": b"x = 1\n"}, {}),
+    DataDigest("0" * 64, "content, given by the builder"),
+    fingerprint(CPU),
+)
 
 
 @pytest.fixture
@@ -46,14 +51,13 @@ def begun(
     directory: RunDirectory,
     world: World | None = None,
     start: bool = True,
-    collectives: Collectives | None = None,
+    every: Sequence[Mapping[str, Any]] = (fingerprint(CPU),),
     **options: Any,
 ) -> RunRecord:
     loaded = LoadedExperiment(experiment(), {}, Path("mine.py"), "", "")
     request = Request(loaded, Layout(), Options(**options))
-    record = RunRecord(request, Collectives(world or World(), CPU), directory, ORIGIN, steps_per_epoch=4)
-    if collectives is not None:
-        record.compare_fingerprints(collectives)
+    origin = replace(ORIGIN, fingerprint=of_all_ranks(every))
+    record = RunRecord(request, Collectives(world or World(), CPU), directory, origin, steps_per_epoch=4)
     if start:
         record.start()
     record.usage.start()
@@ -79,26 +83,20 @@ def test_a_full_disk_is_told_with_the_place_of_the_run(directory: RunDirectory) 
     assert caught.value.exit_code == ExitCode.RESOURCES
 
 
-class Unlike(Collectives):
-    """Of three ranks, the last of which has another GPU."""
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, value, {**value, "device": "H100"}]
-
-
 def test_ranks_on_unlike_devices_are_named_and_refused_in_strict(directory: RunDirectory) -> None:
-    unlike = Unlike(World(), CPU)
-    record = begun(directory, collectives=unlike, reduction="exact")
+    own = fingerprint(CPU)
+    unlike = [own, own, {**own, "device": "H100"}]
+    record = begun(directory, every=unlike, reduction="exact")
     assert record.notes == [
         "warning: rank 2 computes on something else than rank 0 (device: here cpu, there H100), so other layouts need "
         "not end with the same bits"
     ]
-    fingerprint = directory.read()["fingerprint"]
-    assert fingerprint["unlike_ranks"] == {"2": ["device: here cpu, there H100"]}
-    assert fingerprint_differences(fingerprint, begun(directory, start=False).fingerprint)
+    recorded = directory.read()["fingerprint"]
+    assert recorded["unlike_ranks"] == {"2": ["device: here cpu, there H100"]}
+    assert fingerprint_differences(recorded, begun(directory, start=False).fingerprint)
     with pytest.raises(UserError, match="rank 2 computes on something else than rank 0"):
-        begun(directory, collectives=unlike, reduction="exact", guard="strict")
-    assert begun(directory, collectives=unlike, reduction="plain").notes == []
+        begun(directory, every=unlike, reduction="exact", guard="strict")
+    assert begun(directory, every=unlike, reduction="plain").notes == []
 
 
 def files_of(directory: RunDirectory) -> dict[Path, bytes]:
@@ -163,13 +161,10 @@ def test_a_superseded_rank_0_leaves_the_result_to_its_successor(directory: RunDi
     assert files_of(directory) == before, "nor does another rank write it"
 
 
-def test_a_change_of_the_fingerprint_is_remembered_in_all_later_attempts(
-    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, real = [], record_module.fingerprint(CPU)
+def test_a_change_of_the_fingerprint_is_remembered_in_all_later_attempts(directory: RunDirectory) -> None:
+    seen = []
     for threads in (1, 1, 2, 2, 1):
-        monkeypatch.setattr(record_module, "fingerprint", lambda *_, threads=threads, **__: real | {"threads": threads})
-        notes = begun(directory).notes
+        notes = begun(directory, every=[{**fingerprint(CPU), "threads": threads}]).notes
         seen.append((directory.read()["fingerprint_changed"], ["threads" in note for note in notes]))
     assert seen == [(False, []), (False, []), (True, [True]), (True, []), (True, [True])]
 
@@ -181,7 +176,7 @@ def test_a_new_attempt_goes_on_with_the_record_of_those_before(directory: RunDir
     )
     second = begun(directory)
     record = directory.read()
-    assert second.attempt == 1
+    assert second.begun.attempt == 1
     assert len(record["attempts"]) == 2
     assert record["started_at"] == "2026-01-01T00:00:00Z"
     assert record["result"] == {"steps": 3}
