@@ -82,8 +82,15 @@ def carry_out(
                 return run_worker(request, world)
             from ddp_core.launch.launch import launch
             from ddp_core.launch.meeting import Meeting
+            from ddp_core.launch.recovery import with_recovery
 
-            return launch(request, Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id, is_host), worker_main)
+            meeting = Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id, is_host)
+            request = with_recovery(request, meeting.max_nodes)
+            if request.options.recovery == "live":
+                from ddp_core.live import launch_live
+
+                return launch_live(request, meeting)
+            return launch(request, meeting, worker_main)
 
 
 def _tell(world: World, line: str) -> None:

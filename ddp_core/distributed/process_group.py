@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.parting import let_go
 from ddp_core.base.torch_internals import abort_process_groups, nccl_failure
 from ddp_core.distributed.addresses import address_served, gloo_towards, listen_at, store_on
 from ddp_core.distributed.world import World
@@ -29,12 +28,10 @@ from ddp_core.distributed.world import World
 __all__ = ["Collectives", "local_device", "process_group"]
 
 _SHARED = "ranks that share a GPU"
-_HEARING_SECONDS = 1.0
-"""The longest wait for the store in which no handler of a signal can run."""
 _LOOKING_SECONDS = 0.0005
 """Between two looks at a device that has not finished."""
 _ASKING_SECONDS = 0.25
-"""Between two looks whether the others have gone on without this rank."""
+"""Between two looks whether the others have gone on without this rank; no handler of a signal runs for longer."""
 _ABORTING_SECONDS = 5.0
 
 
@@ -44,9 +41,39 @@ class Collectives:
 
     world: World
     device: torch.device
-    is_left_behind: Callable[[], bool] | None = None
-    """Whether the others go on in another group, as one of them was lost; asked while this rank waits for others."""
-    _abandoned: bool = field(default=False, init=False)
+    is_abandoned: bool = field(default=False, init=False)
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether the others go on in another group, as one of them was lost; asked while this rank waits for others.
+
+        Never here: what this and the next methods do else, where a loss does not end all, is in `ddp_core.live`.
+        """
+        return False
+
+    def open_store(self, timeout: float) -> dist.Store:
+        """The store of this launch; `timeout`, in seconds, limits every wait."""
+        address, port = self.world.store_host, self.world.store_port
+        assert address is not None
+        assert port is not None
+        if self.world.serves_store:
+            served = listen_at(address_served(address), port, self.world.port_name, "give the ranks another one")
+            return store_on(served, timeout)
+        # As torch's env:// does, but without its wait for all ranks, which does not say which ranks are missing.
+        limit = timedelta(seconds=timeout)
+        return dist.TCPStore(address, port, self.world.world_size, timeout=limit, wait_for_workers=False)
+
+    def connecting(self, uses_nccl: bool) -> contextlib.AbstractContextManager[None]:
+        """A block in which ranks connect, or part."""
+        return contextlib.nullcontext()
+
+    def await_step(self, before: torch.cuda.Event | None, now: torch.cuda.Event) -> None:
+        """Wait until the device is done with the step `before` this one: the host runs one step ahead, and no more."""
+        if before is not None:
+            self.await_event(before)
+
+    def cannot_abort(self) -> None:
+        """Called where NCCL's collectives cannot be ended; this process is about to end."""
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The value of one rank, rank 0 unless another `source` is given (plain Python types), on every rank."""
@@ -97,7 +124,7 @@ class Collectives:
         torch's own waits, such as for the value of a CUDA tensor, do not end where a kernel of NCCL waits for a peer
         that is gone. NCCL itself notices a peer's end on a network alone, and not between the GPUs of a machine.
         """
-        if not self._uses_nccl:
+        if not self.uses_nccl:
             event.synchronize()
             return
         asked = time.monotonic()
@@ -108,56 +135,40 @@ class Collectives:
                 raise dist.DistBackendError(f"NCCL met a {failure} while this rank waited for its device")
             if is_done:
                 return
-            if self.is_left_behind is not None and time.monotonic() - asked > _ASKING_SECONDS:
-                if self.is_left_behind():
+            if time.monotonic() - asked > _ASKING_SECONDS:
+                if self.is_left_behind:
                     raise dist.DistBackendError("another rank was lost while this rank waited for its device")
                 asked = time.monotonic()
             time.sleep(_LOOKING_SECONDS)
 
-    def await_all(self, event: torch.cuda.Event) -> None:
-        """Wait until every rank's device has come to this event, each with NCCL as it should be.
-
-        That NCCL's kernels have ended here proves nothing by itself: where another rank aborts, it lets the kernels of
-        its peers run to their end, on parts that it has never sent. See docs/explanation/live-recovery.md. Raises
-        DistBackendError, and what gloo raises, where a rank is lost.
-        """
-        self.await_event(event)
-        if self._uses_nccl:
-            self.barrier()
-
     def never_stuck(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which ranks connect or part; of a live recovery none stays in it for ever (`ended_if_stuck`)."""
-        return _never_stuck(self.world, self._uses_nccl)
+        """A block in which ranks of this group connect or part; see `connecting`."""
+        return self.connecting(self.uses_nccl)
 
     @contextlib.contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
         """Where the block raises, end NCCL's collectives without waiting for them; nothing can be sent afterwards.
 
         Destroying the process group would wait for collectives that a lost peer never joins, and so would the device.
-        In a live recovery a process whose device cannot be freed ends, as it could not go on.
         """
         try:
             yield
         except BaseException:
-            if self._uses_nccl and not self._abandoned:
-                self._abandoned = True
-                if not abort_process_groups(_ABORTING_SECONDS) and self.world.is_live:
-                    from ddp_core.distributed.live_nccl import end_this_process
-
-                    end_this_process(f"{self.world.place}: NCCL does not end, so this process does")
+            if self.uses_nccl and not self.is_abandoned:
+                self.is_abandoned = True
+                if not abort_process_groups(_ABORTING_SECONDS):
+                    self.cannot_abort()
             raise
 
     def end(self) -> None:
         """Destroy the process group, unless it was abandoned."""
-        if not self._abandoned:
-            last: list[object] = [dist.group.WORLD] if self.world.is_live and not self._uses_nccl else []
+        if not self.is_abandoned:
             with self.never_stuck():
                 dist.destroy_process_group()
-            if last:
-                let_go(last)
 
     @property
-    def _uses_nccl(self) -> bool:
+    def uses_nccl(self) -> bool:
+        """Whether NCCL carries what ranks send each other from their devices."""
         return self.device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config()
 
 
@@ -168,39 +179,34 @@ def process_group(
     timeout: float,
     backend: str = "auto",
     even_alone: bool = False,
-    is_left_behind: Callable[[], bool] | None = None,
+    kind: Callable[[World, torch.device], Collectives] = Collectives,
 ) -> Iterator[Collectives]:
     """The process group of this launch, ended on every way out; yields the collectives.
 
     One process needs no group, unless it wraps its model in DistributedDataParallel all the same: `even_alone`.
-    `backend`: see `agreed_backend`. `timeout`, in seconds, limits every wait. `is_left_behind`: in a live recovery,
-    whether the others go on in another group, since one of this group's ranks was lost before all had met.
+    `backend`: see `agreed_backend`. `timeout`, in seconds, limits every wait. `kind`: makes the collectives.
 
     TORCH_NCCL_ASYNC_ERROR_HANDLING keeps its default, 3: NCCL's watchdog ends a process whose collective has failed,
     the last resort for a rank that cannot be woken in another way. Its other values would let such a rank go on with
     wrong gradients (2) or wait for ever (0). The watchdog first waits for a minute (four times
-    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC), in which the rank says what happened: see `Collectives.await_event`. In a live
-    recovery the process must go on instead, so there `let_watchdogs_spare` sets other values.
+    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC), in which the rank says what happened: see `Collectives.await_event`.
 
     Raises UserError where a peer is missing, a rank is taken twice, the network interface does not exist, or nccl was
     asked for where ranks share a GPU.
     """
     if world.world_size == 1 and not even_alone:
-        yield Collectives(world, device)
+        yield kind(world, device)
         return
+    collectives = kind(world, device)
     # gloo asks for the interface whenever a group is made, also for the groups that are made in this block.
     with gloo_towards(world.store_host, world.nnodes > 1):
         try:
-            store = _meet(world, timeout, is_left_behind) if world.world_size > 1 else dist.HashStore()
+            store = _meet(collectives, timeout) if world.world_size > 1 else dist.HashStore()
             backends = agreed_backend(store, world, device, backend)
             # NCCL connects now, and each further group when it is made, on all ranks in one sequence. Else it would
             # connect in the first step, from two threads, and ranks that begin with unlike groups wait for ever.
             connects = "nccl" in backends
-            if connects and world.is_live:
-                from ddp_core.distributed.live_nccl import let_watchdogs_spare
-
-                let_watchdogs_spare()
-            with _never_stuck(world, connects):
+            with collectives.connecting(connects):
                 dist.init_process_group(
                     backend=backends,
                     store=store,
@@ -213,7 +219,6 @@ def process_group(
             raise UserError(
                 f"{world.place}: the process group did not start: {_first_line(error)}", ExitCode.PEERS_LOST
             ) from None
-        collectives = Collectives(world, device, is_left_behind)
         try:
             with collectives.abandoned_on_error():
                 yield collectives
@@ -222,14 +227,6 @@ def process_group(
             # reducer must be gone before the group is.
             gc.collect()
             collectives.end()
-
-
-def _never_stuck(world: World, uses_nccl: bool) -> contextlib.AbstractContextManager[None]:
-    if not (world.is_live and uses_nccl):
-        return contextlib.nullcontext()
-    from ddp_core.distributed.live_nccl import ended_if_stuck
-
-    return ended_if_stuck(world.place)
 
 
 def local_device(world: World, device_type: str) -> torch.device:
@@ -273,24 +270,12 @@ def agreed_backend(store: dist.Store, world: World, device: torch.device, backen
     return "cpu:gloo,cuda:gloo" if sharing or backend == "gloo" else "cpu:gloo,cuda:nccl"
 
 
-def _meet(world: World, timeout: float, is_left_behind: Callable[[], bool] | None = None) -> dist.Store:
+def _meet(collectives: Collectives, timeout: float) -> dist.Store:
     """The store of this launch, once every rank has come, each exactly once."""
-    limit = timedelta(seconds=timeout)
+    world = collectives.world
     address, port = world.store_host, world.store_port
-    assert address is not None
-    assert port is not None
     try:
-        if world.members_at is not None:
-            from ddp_core.distributed.members import store_at
-
-            # One store serves all memberships of a launch, one after another.
-            store: dist.Store = dist.PrefixStore(f"membership/{world.membership}", store_at(world.members_at, timeout))
-        elif world.serves_store:
-            remedy = "give the ranks another one"
-            store = store_on(listen_at(address_served(address), port, world.port_name, remedy), timeout)
-        else:
-            # As torch's env:// does, but without its wait for all ranks, which does not say which ranks are missing.
-            store = dist.TCPStore(address, port, world.world_size, timeout=limit, wait_for_workers=False)
+        store = collectives.open_store(timeout)
     except dist.DistError as error:
         why = "cannot be served" if world.serves_store else "is unreachable"
         raise UserError(
@@ -298,7 +283,7 @@ def _meet(world: World, timeout: float, is_left_behind: Callable[[], bool] | Non
             f"its store {why} ({_first_line(error)})",
             ExitCode.PEERS_LOST,
         ) from None
-    store.set_timeout(limit)
+    store.set_timeout(timedelta(seconds=timeout))
     if store.add(f"present/{world.rank}", 1) > 1:
         raise UserError(
             f"rank {world.rank} was started twice (MASTER_ADDR={address}, MASTER_PORT={port}): "
@@ -306,7 +291,7 @@ def _meet(world: World, timeout: float, is_left_behind: Callable[[], bool] | Non
         )
     names = [f"present/{rank}" for rank in range(world.world_size)]
     try:
-        _await(store, names, timeout, is_left_behind)
+        _await(store, names, timeout, collectives)
     except dist.DistError:
         raise UserError(
             f"{world.place}: {_absent(store, names)} of {world.world_size} did not come within {timeout:.0f} s: "
@@ -316,21 +301,18 @@ def _meet(world: World, timeout: float, is_left_behind: Callable[[], bool] | Non
     return store
 
 
-def _await(
-    store: dist.Store, names: list[str], timeout: float, is_left_behind: Callable[[], bool] | None = None
-) -> None:
+def _await(store: dist.Store, names: list[str], timeout: float, collectives: Collectives) -> None:
     """Wait until the store has all names, in short waits: a signal's handler runs between them, not while one lasts.
 
-    Raises DistStoreError where the time is over, or the others go on without this group (`is_left_behind`).
+    Raises DistStoreError where the time is over, or the others go on without this group.
     """
     deadline = time.monotonic() + timeout
-    short = _HEARING_SECONDS if is_left_behind is None else _ASKING_SECONDS
     while True:
         left = deadline - time.monotonic()
         try:
-            return store.wait(names, timedelta(seconds=min(max(left, 0.001), short)))
+            return store.wait(names, timedelta(seconds=min(max(left, 0.001), _ASKING_SECONDS)))
         except dist.DistStoreError:
-            if left <= short or (is_left_behind is not None and is_left_behind()):
+            if left <= _ASKING_SECONDS or collectives.is_left_behind:
                 raise
 
 

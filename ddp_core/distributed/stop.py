@@ -157,6 +157,10 @@ def signal_named(name: str) -> signal.Signals:
     return found
 
 
+class Regroup(Exception):
+    """This process has left its group, with the state that it held then, to meet the others in another one."""
+
+
 class Stopped(UserError):
     """The run was saved and ended on request; `command` continues it."""
 

@@ -29,7 +29,6 @@ from pathlib import Path
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.launchers import Node, nodes_place, ranks_place
-from ddp_core.distributed.membership import local_rank_of
 
 __all__ = ["World", "free_port", "node_here", "without_launch"]
 
@@ -60,8 +59,10 @@ class World:
     member: str | None = None
     """None where a loss ends all processes."""
     members_at: str | None = None
-    membership: int = 0
-    """The number of the membership that the ranks belong to; each has its own part of the store."""
+    membership: int | None = None
+    """The number of the membership that the ranks belong to; None where a loss ends all."""
+    started_as: int | None = None
+    """The local rank that this process was started with, where it has another one now."""
 
     @property
     def is_first(self) -> bool:
@@ -79,11 +80,6 @@ class World:
         return f"rank {self.rank} (node {self.node_rank})"
 
     @property
-    def is_live(self) -> bool:
-        """Whether the other processes go on where one is lost."""
-        return self.member is not None
-
-    @property
     def device_number(self) -> int:
         """Which of the GPUs that it sees this process takes.
 
@@ -91,7 +87,7 @@ class World:
         """
         if self.nodes_share_gpus:
             return self.rank
-        return self.local_rank if self.member is None else local_rank_of(self.member)
+        return self.local_rank if self.started_as is None else self.started_as
 
     @property
     def serves_store(self) -> bool:

@@ -28,8 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.refusals import require_open_files
-from ddp_core.base.torch_internals import ALIKE_NODES, HANDLED_SIGNALS, SEPARATE_STORES, end_keep_alives
-from ddp_core.config.options import Options
+from ddp_core.base.torch_internals import HANDLED_SIGNALS, SEPARATE_STORES
 from ddp_core.distributed.reports import read_reports, tell_user, write_launcher
 from ddp_core.distributed.stop import asking_signals, describe_signal, stopped_untrained
 from ddp_core.experiment.request import Request
@@ -39,21 +38,15 @@ from ddp_core.launch.meeting import (
     Meeting,
     RendezvousLost,
     facts_of_nodes,
-    join,
-    leaves_when_cut_off,
     own_address,
-    reach,
 )
 from ddp_core.launch.nursery import Entry, Nursery
-from ddp_core.launch.recovery import with_recovery
+from ddp_core.launch.supervision import Supervision
 from ddp_core.record.directory import RunDirectory, find_launch
 
-_CUT_OFF_SECONDS = 20.0
 _OUTDATED_SECONDS = 60.0
 """So long a file server may show a record as it was before another node changed it."""
-_ENDING_SECONDS = 2.0
-_LOOKING_SECONDS, _LIVE_SECONDS = 0.1, 0.001
-"""Between two looks at the workers; in a live recovery, each look waits for news itself."""
+_LOOKING_SECONDS = 0.1
 
 
 class _Ended(UserError):
@@ -63,14 +56,15 @@ class _Ended(UserError):
         super().__init__("another node has ended this launch; its own message says why", ExitCode.PEERS_LOST)
 
 
-def launch(request: Request, meeting: Meeting, entry: Entry) -> int:
+def launch(request: Request, meeting: Meeting, entry: Entry, supervision: Supervision | None = None) -> int:
     """Run the request in workers of this node; returns the exit code.
 
     A worker is `entry(words)`, where `words` is the path of a file with the request; where it is a fresh interpreter,
-    it is `python -m PACKAGE` with the package of that function.
+    it is `python -m PACKAGE` with the package of that function. `supervision`: by default all workers start again where
+    one is lost.
     """
     require_open_files(request.layout.world_size, request.options.workers)
-    request = with_recovery(request, meeting.max_nodes)
+    supervision = supervision or Supervision(request.options.timeout)
     with ExitStack() as stack:
         for number in (*asking_signals(request.options.stop_signal), signal.SIGINT):
             # This process only leaves afterwards, and its exit code says how the launch ended. A handler in Python
@@ -85,7 +79,7 @@ def launch(request: Request, meeting: Meeting, entry: Entry) -> int:
 
             code = spawn(request, [str(file)], entry, launch_id)
         else:
-            code = _launch_elastic(request, meeting, str(file), entry)
+            code = _launch_elastic(request, meeting, str(file), entry, supervision)
         if code:
             _close_record(request, meeting, code)
         elif request.evaluated is None:
@@ -93,7 +87,7 @@ def launch(request: Request, meeting: Meeting, entry: Entry) -> int:
         return code
 
 
-def _launch_elastic(request: Request, meeting: Meeting, file: str, entry: Entry) -> int:
+def _launch_elastic(request: Request, meeting: Meeting, file: str, entry: Entry, supervision: Supervision) -> int:
     """Run the request with torchrun's agent; returns the exit code. Where it raises, the record is closed before."""
     words, facts = ["-m", entry.__module__.rpartition(".")[0], file], facts_of_nodes(request)
     # Only for CPUs: with GPUs, this process may have asked the CUDA driver for them, which does not survive a fork.
@@ -101,7 +95,9 @@ def _launch_elastic(request: Request, meeting: Meeting, file: str, entry: Entry)
     starter: AbstractContextManager[Nursery | None] = Nursery(entry) if can_fork else nullcontext()
     try:
         with starter as nursery:
-            return _run_until_met(request, meeting, partial(_run_node, request, meeting, words, facts, nursery))
+            return _run_until_met(
+                request, meeting, partial(_run_node, request, meeting, words, facts, nursery, supervision)
+            )
     except HandedOver:
         raise  # the record is of those that go on
     except UserError as error:
@@ -139,7 +135,12 @@ def _run_until_met(request: Request, meeting: Meeting, run_node: Callable[[], in
 
 
 def _run_node(
-    request: Request, meeting: Meeting, words: Sequence[str], facts: Mapping[str, str], nursery: Nursery | None
+    request: Request,
+    meeting: Meeting,
+    words: Sequence[str],
+    facts: Mapping[str, str],
+    nursery: Nursery | None,
+    supervision: Supervision,
 ) -> int:
     """Join the other nodes and run `python WORDS` as the workers of this node, restarted as needed.
 
@@ -167,18 +168,8 @@ def _run_node(
         os.environ["DDP_REPORT_DIR"] = str(reports)
         before = {number: signal.getsignal(number) for number in heard}
         try:
-            kind: Callable[..., Agent] = Agent
-            handler: RendezvousHandler
-            looking, nproc_per_node = _LOOKING_SECONDS, request.layout.nproc_per_node
-            if request.options.recovery == "live":
-                from ddp_core.launch.live_agent import LiveAgent
-                from ddp_core.launch.live_meeting import LiveRendezvous
-
-                os.environ[ALIKE_NODES] = "1"
-                handler = LiveRendezvous(reach(meeting), meeting, address, facts, nproc_per_node, join_seconds)
-                kind, looking = partial(LiveAgent, request.options.timeout), _LIVE_SECONDS
-            else:
-                handler = join(meeting, address, join_seconds)
+            nproc_per_node = request.layout.nproc_per_node
+            handler = supervision.handler(meeting, address, facts, nproc_per_node, join_seconds)
             spec = WorkerSpec(
                 role="trainer",
                 local_world_size=nproc_per_node,
@@ -186,12 +177,13 @@ def _run_node(
                 args=tuple(words),
                 rdzv_handler=handler,
                 max_restarts=request.options.max_restarts,
-                monitor_interval=looking,
+                monitor_interval=supervision.looking,
                 local_addr=address,
             )
             logs = DefaultLogsSpecs(log_dir=str(Path(scratch) / "logs"))
-            agent = kind(spec, logs, reports, nursery, heard, facts)
-            return _run_agent(agent, handler, reports, meeting, request.options, join_seconds)
+            agent = supervision.agent(spec, logs, reports, nursery, heard, facts)
+            watched = supervision.watched(agent, handler, meeting)
+            return _run_agent(agent, watched, handler, reports, meeting, join_seconds)
         except RendezvousLost:
             # This process goes on. After any other end it leaves.
             for number, handler_before in before.items():
@@ -202,17 +194,16 @@ def _run_node(
 
 
 def _run_agent(
-    agent: Agent, handler: RendezvousHandler, reports: Path, meeting: Meeting, options: Options, join_seconds: int
+    agent: Agent,
+    watched: AbstractContextManager[None],
+    handler: RendezvousHandler,
+    reports: Path,
+    meeting: Meeting,
+    join_seconds: int,
 ) -> int:
     """Run the agent, and make one exit code or one exception of each way in which it can end."""
     try:
-        with ExitStack() as stack:
-            if options.recovery != "live":
-                # A thread that waits for the store's answer while the interpreter ends aborts the process, and its exit
-                # code is lost. The rendezvous itself stays open for other nodes.
-                stack.callback(end_keep_alives, handler, _ENDING_SECONDS)
-                patience = max(2 * options.timeout, _CUT_OFF_SECONDS)
-                stack.enter_context(leaves_when_cut_off(meeting.endpoint, patience, agent.kill_workers))
+        with watched:
             result = agent.run()
     except SignalException as stopped:
         # The rendezvous is not shut down here: that would close it for the nodes that go on.

@@ -25,8 +25,7 @@ from ddp_core.base.documents import BadDocument, Count, json_text, parse_documen
 from ddp_core.base.ending import take_off_bar
 from ddp_core.base.files import LineFile
 from ddp_core.base.shown import shown_in
-from ddp_core.distributed.membership import Regroup
-from ddp_core.distributed.stop import Stopped
+from ddp_core.distributed.stop import Regroup, Stopped
 
 if TYPE_CHECKING:
     from ddp_core.observe.loggers.logged import Ending

@@ -20,9 +20,8 @@ from ddp_core.base.user_code import no_way_out
 from ddp_core.checkpoint import Fence, Superseded
 from ddp_core.config.experiment import Component
 from ddp_core.data.data_digest import DataDigest, changed_at
-from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.process_group import Collectives
-from ddp_core.distributed.stop import Stopped
+from ddp_core.distributed.stop import Regroup, Stopped
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import Request
 from ddp_core.experiment.source import FOLDER, Source, changed_files, collect, diff, read_source
@@ -125,7 +124,7 @@ class RunRecord:
             "layout": request.layout.model_dump(),
             "started_at": _utc(self.started),
             "restart_count": self.world.restart_count,
-            **({"membership": self.world.membership} if self.world.is_live else {}),
+            **({} if self.world.membership is None else {"membership": self.world.membership}),
             "experiment_sha256": loaded.experiment.digest(),
             **changes.attempt,
         }

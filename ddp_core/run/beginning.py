@@ -84,17 +84,20 @@ class Prepared:
 
 @contextmanager
 def begun(
-    request: Request, world: World, prepared: Prepared | None = None, is_left_behind: Callable[[], bool] | None = None
+    request: Request,
+    world: World,
+    prepared: Prepared | None = None,
+    kind: Callable[[World, torch.device], Collectives] = Collectives,
 ) -> Iterator[Beginning]:
     """A block in which this worker has met the others, with kernels and numerics as the request has them.
 
-    `prepared` is filled, and used where it is full. `is_left_behind`: see `process_group`. Raises UserError, on every
-    rank, where the ranks have another version of ddp_core, request, code or data.
+    `prepared` is filled, and used where it is full. `kind`: see `process_group`. Raises UserError, on every rank, where
+    the ranks have another version of ddp_core, request, code, model or data.
     """
     require_open_files(world.world_size, request.options.workers)
     with ExitStack() as stack:
         stack.enter_context(_kernels(request))
-        collectives = stack.enter_context(_meet(request, world, is_left_behind))
+        collectives = stack.enter_context(_meet(request, world, kind))
         console = stack.enter_context(closing(Console(world.rank, world.world_size)))
         yield Beginning(collectives, console, *_build_the_same(request, collectives, console, prepared or Prepared()))
 
@@ -108,7 +111,7 @@ def _kernels(request: Request) -> Iterator[None]:
 
 
 def _meet(
-    request: Request, world: World, is_left_behind: Callable[[], bool] | None
+    request: Request, world: World, kind: Callable[[World, torch.device], Collectives]
 ) -> AbstractContextManager[Collectives]:
     """The process group of all workers, on this process's own device."""
     options, layout = request.options, request.layout
@@ -118,7 +121,7 @@ def _meet(
     else:
         keep_freed_memory()
     even_alone = layout.kind == "ddp"
-    return process_group(world, device, options.timeout, options.backend, even_alone, is_left_behind)
+    return process_group(world, device, options.timeout, options.backend, even_alone, kind)
 
 
 def _build_the_same(

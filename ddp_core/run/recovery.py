@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+import torch
+
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
@@ -17,21 +19,26 @@ from ddp_core.run.beginning import Prepared
 from ddp_core.trainers import Trainer
 
 if TYPE_CHECKING:
-    from ddp_core.trainers.held import HeldState
+    from ddp_core.live.held import HeldState
 
 
 class Recovery:
-    """The steps of a training in which a live recovery (`ddp_core.run.live`) does more than this."""
+    """The steps of a training in which a live recovery (`ddp_core.live`) does more than this."""
 
     stop_file: str | None = None
     """A file that says whether all are asked to stop; None where a signal alone does."""
-    is_left_behind: Callable[[], bool] | None = None
-    """Whether there is a newer group than this process's own; None where there can be none."""
+    collectives: Callable[[World, torch.device], Collectives] = Collectives
+    """What makes the collectives of a group."""
     makes_room: Callable[[], bool] | None = None
     """Whether all ranks are to leave at the end of the step, to let a new one in; None where none can come."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: Request, world: World) -> None:
         self.prepared = Prepared()
+
+    @staticmethod
+    def first_request(request: Request, world: World) -> Request:
+        """The request for the nodes that have come. Raises UserError (6) where others were asked for."""
+        return request.for_nodes(world.nnodes)
 
     def groups(self, request: Request, world: World, stop: StopRequest) -> Iterator[tuple[Request, World]]:
         """The groups in which this process trains, one after the other, with the request for each."""

@@ -44,12 +44,17 @@ from ddp_core.run.resuming import (
 from ddp_core.trainers import Trainer, build_trainer
 
 if TYPE_CHECKING:
-    from ddp_core.trainers.held import HeldState
+    from ddp_core.live.held import HeldState
 
 
 @said_by("ddp")
 def worker_main(words: Sequence[str]) -> int:
-    """Carry out the request of a launcher of ours as one of its workers; returns the exit code.
+    """Carry out the request of a launcher of ours as one of its workers; returns the exit code. See `work`."""
+    return work(words, Recovery)
+
+
+def work(words: Sequence[str], kind: type[Recovery]) -> int:
+    """Carry out a launcher's request, with a recovery of this kind.
 
     `words`: the path of a file with the request (`Request.to_json`). Which rank this process is, the variables of the
     launcher say.
@@ -62,14 +67,13 @@ def worker_main(words: Sequence[str]) -> int:
         if world.report_dir is not None:
             die_with_launcher(world.report_dir)
         request = Request.from_json(Path(file).read_text(encoding="utf-8"))
-        if not world.is_live:
-            request = request.for_nodes(world.nnodes)
+        request = kind.first_request(request, world)
     except UserError as error:
         return report_error(error)
-    return run_worker(request, world)
+    return run_worker(request, world, kind)
 
 
-def run_worker(request: Request, world: World) -> int:
+def run_worker(request: Request, world: World, kind: type[Recovery] = Recovery) -> int:
     """Carry the request out as one worker of `world`, and return the exit code.
 
     How the worker ended is written to a report for the launcher, or printed where there is no launcher of ours.
@@ -81,7 +85,7 @@ def run_worker(request: Request, world: World) -> int:
     try:
         with no_silent_end(tell), no_way_out("your code"):
             if request.evaluated is None:
-                run(request, world)
+                run(request, world, kind(request, world))
             else:
                 from ddp_core.run.evaluating import evaluate_run
 
@@ -99,16 +103,11 @@ def run_worker(request: Request, world: World) -> int:
     return ExitCode.DONE
 
 
-def run(request: Request, world: World) -> None:
-    """Train, and where the launcher offers it, go on without a rank that is lost.
+def run(request: Request, world: World, recovery: Recovery) -> None:
+    """Train, and where the recovery has it so, go on without a rank that is lost.
 
     Raises Stopped after a request to stop, UserError for what the user can mend, and whatever the model raised.
     """
-    recovery = Recovery()
-    if world.is_live:
-        from ddp_core.run.live import LiveRecovery
-
-        recovery = LiveRecovery(world, request.options.timeout)
     stop = StopRequest(
         request.options.stop_signal,
         request.options.max_seconds,
@@ -133,7 +132,7 @@ def _train(request: Request, world: World, stop: StopRequest, listen: Callable[[
     """
     prepared = recovery.prepared
     with ExitStack() as stack:
-        beginning = stack.enter_context(begun(request, world, prepared, recovery.is_left_behind))
+        beginning = stack.enter_context(begun(request, world, prepared, recovery.collectives))
         if prepared.run is None:
             require_room(beginning.parts.model, request.loaded.experiment, request.layout, beginning.collectives.device)
         recovery.require_told_once(beginning.parts)

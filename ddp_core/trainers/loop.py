@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.keyed_draws import without_key
-from ddp_core.distributed.membership import Regroup
-from ddp_core.distributed.stop import ASKED_ELSEWHERE, Stopped
+from ddp_core.distributed.stop import ASKED_ELSEWHERE, Regroup, Stopped
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.trainers.passes import WeightUpdate

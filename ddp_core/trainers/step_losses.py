@@ -125,20 +125,16 @@ class StepLosses:
         return leaves, self.read() if is_due else []
 
     def _pace(self) -> None:
-        """On CUDA, wait until the device is done with the step before: the host runs one step ahead, and no more.
+        """On CUDA, wait until the device is done with the step before, so that the host runs one step ahead.
 
         That keeps the device busy. A request to stop, or a lost peer, would otherwise be met only after all steps that
-        the host has asked for since it last read the losses. In a live recovery it does not run ahead: an update may
-        not follow an exchange that failed.
+        the host has asked for since it last read the losses.
         """
         if self._collectives.device.type != "cuda":
             return
         before, self._event = self._event, torch.cuda.Event()
         self._event.record()
-        if self._collectives.world.is_live:
-            self._collectives.await_all(self._event)
-        elif before is not None:
-            self._collectives.await_event(before)
+        self._collectives.await_step(before, self._event)
 
     def read(self) -> list[StepReport]:
         """The reports of the steps since the last call, oldest first."""

@@ -103,7 +103,7 @@ def test_nothing_else_knows_the_launchers_variables() -> None:
     handed_on = {
         ("launch/launch.py", "DDP_REPORT_DIR"),
         ("launch/nursery.py", "RANK"),
-        ("launch/live.py", "LOCAL_RANK"),
+        ("live/workers.py", "LOCAL_RANK"),
     }
     named = {
         (name, node.value)
@@ -140,7 +140,8 @@ def test_few_modules_touch_the_environment() -> None:
         "base/fingerprint.py": "notes what decides which kernels a library picks",
         "base/determinism.py": "asks cuBLAS for deterministic kernels; sets the number of threads for workers, too",
         "distributed/addresses.py": "tells gloo its network interface, or checks what the user told it",
-        "distributed/live_nccl.py": "tells torch to let NCCL spare the processes of a live recovery",
+        "live/launch.py": "tells torchrun's agent that all nodes have as many workers",
+        "live/collectives.py": "tells torch to let NCCL spare the processes of a live recovery",
         "distributed/children.py": "hands its environment on to the commands that it starts",
         "distributed/reports.py": "reads and tells which program has called `ddp_core.train`",
         "distributed/world.py": "reads the launcher's variables",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,6 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, Wo
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from ddp_core.base.errors import ExitCode
-from ddp_core.config.options import Options
 from ddp_core.distributed.reports import report_end
 from ddp_core.distributed.world import World
 from ddp_core.launch.agent import Agent
@@ -42,7 +42,7 @@ def test_a_launch_that_was_stopped_can_go_on_with_its_id(tmp_path: Path, code: E
     agent: Any = SimpleNamespace(run=lambda: failed, kill_workers=pytest.fail)
     handler = join(ALONE, "127.0.0.1", 60)
     try:
-        assert _run_agent(agent, handler, tmp_path, ALONE, Options(timeout=30), join_seconds=60) == code
+        assert _run_agent(agent, nullcontext(), handler, tmp_path, ALONE, join_seconds=60) == code
         assert handler.is_closed() is closes
     finally:
         handler.shutdown()

@@ -15,8 +15,6 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, 
 
 from ddp_core.base.errors import ExitCode
 from ddp_core.base.torch_internals import start_again, workers_of
-from ddp_core.distributed.member import stop_file
-from ddp_core.distributed.members import Notes
 from ddp_core.distributed.processes import end_processes, is_stopped
 from ddp_core.distributed.reports import tell_user
 from ddp_core.launch.agent import Agent, HandedOver
@@ -28,9 +26,11 @@ from ddp_core.launch.decision import (
     going_on,
     may_go_on,
 )
-from ddp_core.launch.live import LiveWorkers
-from ddp_core.launch.live_meeting import LiveRendezvous
 from ddp_core.launch.nursery import started_by
+from ddp_core.live.meeting import LiveRendezvous
+from ddp_core.live.member import stop_file
+from ddp_core.live.members import Notes
+from ddp_core.live.workers import LiveWorkers
 
 _LAST_SECONDS = 300.0
 """So long a launcher whose workers are done waits for those of other nodes, as torch's does."""

@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 import pytest
 import torch.distributed as dist
 
-from ddp_core.distributed.members import Members
-from ddp_core.launch import lines
-from ddp_core.launch.lines import Lines
+from ddp_core.live import lines
+from ddp_core.live.lines import Lines
+from ddp_core.live.members import Members
 from tests.support.commands import wait_until
 
 SOON = 20.0

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file
-from ddp_core.distributed.members import Members, store_again_at, store_at
-from ddp_core.distributed.membership import Membership, must_leave, node_of, place_among
 from ddp_core.distributed.world import World
+from ddp_core.live.members import Members, store_again_at, store_at
+from ddp_core.live.membership import Membership, must_leave, node_of, place_among
 
 _ROOM_FILE, _STOP_FILE, _GROUP_FILE = "make-room", "stop", "group-of-"
 _POLL_SECONDS = 0.005
@@ -146,6 +146,7 @@ class Member:
             local_rank=local_rank,
             nproc_per_node=nproc_per_node,
             membership=now.number,
+            started_as=self._given.local_rank,
         )
 
     def _end_outside(self, ended: frozenset[str], leaving: frozenset[int]) -> NoReturn:

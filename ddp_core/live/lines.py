@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Mapping
 
 from ddp_core.distributed.addresses import listen_at
-from ddp_core.distributed.members import Members
+from ddp_core.live.members import Members
 
 _BEAT_SECONDS = 1.0
 _SILENT_SECONDS = 6.0

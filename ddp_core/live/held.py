@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 from ddp_core.checkpoint.state import in_host_memory
-from ddp_core.distributed.membership import Progress
+from ddp_core.live.membership import Progress
 from ddp_core.trainers.assemble import Trainer
 from ddp_core.trainers.callback_calls import CallbackProgress, newest_told
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import torch.distributed as dist
 
 from ddp_core.distributed.addresses import give_up_silence
-from ddp_core.distributed.membership import Membership, next_membership, node_of, renewed
+from ddp_core.live.membership import Membership, next_membership, node_of, renewed
 
 Over = Literal["", "done", "broken"]
 """Whether a list still counts: it does; the run is done; no group can go on, and all meet anew or end."""

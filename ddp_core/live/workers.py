@@ -9,12 +9,12 @@ from pathlib import Path
 
 from torch.distributed import DistError
 
-from ddp_core.distributed.member import group_file, room_file
-from ddp_core.distributed.members import Members, Notes, Over, store_at
-from ddp_core.distributed.membership import Membership, ended_with, lost_in_silence, name_of, node_of
 from ddp_core.distributed.reports import tell_user
-from ddp_core.launch.lines import Lines
-from ddp_core.launch.live_meeting import LiveRendezvous, StoreSearch
+from ddp_core.live.lines import Lines
+from ddp_core.live.meeting import LiveRendezvous, StoreSearch
+from ddp_core.live.member import group_file, room_file
+from ddp_core.live.members import Members, Notes, Over, store_at
+from ddp_core.live.membership import Membership, ended_with, lost_in_silence, name_of, node_of
 
 _ANSWER_SECONDS = 30
 _TOGETHER_SECONDS = 0.2

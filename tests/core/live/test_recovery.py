@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_core.run.live import Change
+from ddp_core.live.recovery import Change
 
 A, B, C, AGAIN, NEW = "0.0@0", "1.0@0", "0.0@1", "0.1@0", "1.1@0"
 

@@ -2,7 +2,7 @@
 
 A membership is a number and the names of the processes that train together, in the order of their ranks. A store has
 the newest one, and a launcher replaces it by one compare-and-set. What launchers and ranks then do follows from the
-functions here; tests/core/distributed/test_membership.py runs them through every sequence of losses and arrivals of a
+functions here; tests/core/live/test_membership.py runs them through every sequence of losses and arrivals of a
 small launch. docs/explanation/live-recovery.md describes the protocol.
 """
 
@@ -12,10 +12,6 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
-
-
-class Regroup(Exception):
-    """This process has left its group, with the state that it held then, to meet the others in another one."""
 
 
 class Membership(NamedTuple):
@@ -54,11 +50,6 @@ def name_of(node: int, local_rank: int, turn: int) -> str:
 def node_of(name: str) -> int:
     """The node of the process with this name."""
     return int(name.partition("@")[2])
-
-
-def local_rank_of(name: str) -> int:
-    """The local rank with which the process of this name was started."""
-    return int(name.partition(".")[0])
 
 
 def place_among(now: Membership, name: str) -> tuple[int, int]:

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 
-from ddp_core.distributed import membership
-from ddp_core.distributed.membership import Membership, Progress
+from ddp_core.live import membership
+from ddp_core.live.membership import Membership, Progress
 
 A, B, C, LATE = "0.0@0", "1.0@0", "0.0@1", "1.0@1"
 """Three processes on two nodes, and one that comes later."""

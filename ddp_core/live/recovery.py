@@ -18,40 +18,46 @@ import torch
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Superseded, find_checkpoints, newest_valid
-from ddp_core.distributed.member import Member, stop_file
-from ddp_core.distributed.membership import Regroup, goes_back_to_checkpoint, newest_holder, node_of
 from ddp_core.distributed.process_group import Collectives
-from ddp_core.distributed.stop import StopRequest
+from ddp_core.distributed.stop import Regroup, StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.built import BuiltExperiment
 from ddp_core.experiment.request import Request
+from ddp_core.live.collectives import LiveCollectives
+from ddp_core.live.held import HeldState, Offer
+from ddp_core.live.member import Member, stop_file
+from ddp_core.live.membership import goes_back_to_checkpoint, newest_holder, node_of
 from ddp_core.observe.callback import Callback
 from ddp_core.observe.lost_peers import is_peer_loss
 from ddp_core.record.directory import RunDirectory
 from ddp_core.run.recovery import Recovery
 from ddp_core.run.resuming import by_rank_0
 from ddp_core.trainers import Trainer
-from ddp_core.trainers.held import HeldState, Offer
 
 
 class LiveRecovery(Recovery):
     """What one worker keeps from one group to the next.
 
-    `world`: what the launcher has given. `timeout`: seconds after which a silent process counts as lost.
+    `world`: what the launcher has given.
     """
 
-    def __init__(self, world: World, timeout: float) -> None:
-        super().__init__()
-        self._member = Member(world, timeout)
+    def __init__(self, request: Request, world: World) -> None:
+        super().__init__(request, world)
+        self._member = Member(world, request.options.timeout)
         self.stop_file = None if world.report_dir is None else stop_file(world.report_dir)
-        self.is_left_behind = lambda: self._member.is_left_behind
         self.makes_room = lambda: self._member.makes_room
+        self.collectives = lambda place, device: LiveCollectives(place, device, lambda: self._member.is_left_behind)
         self._held: HeldState | None = None
         self._callbacks: Sequence[Callback] | None = None
         self._trained_with: tuple[str, ...] = ()
         """The members with which this process has trained last."""
         self._is_leaving, self._left_at = False, time.monotonic()
         self._is_built = False
+
+    @staticmethod
+    def first_request(request: Request, world: World) -> Request:
+        """This request: each group has its own number of nodes."""
+        return request
 
     def groups(self, request: Request, world: World, stop: StopRequest) -> Iterator[tuple[Request, World]]:
         """The groups that take this process in; the last one is over when nobody does any more. See `Member.take`."""
@@ -71,7 +77,7 @@ class LiveRecovery(Recovery):
         if collectives.device.type == "cuda":
             built = torch.cuda.Event()
             built.record()
-            collectives.await_all(built)
+            collectives.await_step(None, built)
         self._is_built = True
 
     @contextmanager

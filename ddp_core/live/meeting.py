@@ -24,9 +24,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ddp_core.distributed.addresses import give_up_silence
-from ddp_core.distributed.members import Members, connected_store
-from ddp_core.distributed.membership import Membership, name_of, node_of
 from ddp_core.launch.meeting import Meeting, note_request
+from ddp_core.live.members import Members, connected_store
+from ddp_core.live.membership import Membership, name_of, node_of
 
 _NEWEST, _CLOSED = "newest", "closed"
 _LAST_CALL_SECONDS = 2.0

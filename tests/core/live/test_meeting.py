@@ -10,11 +10,11 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
-from ddp_core.distributed.members import Members
-from ddp_core.distributed.membership import Membership, node_of
-from ddp_core.launch import live_meeting
-from ddp_core.launch.live_meeting import LiveRendezvous, StoreSearch
 from ddp_core.launch.meeting import Meeting
+from ddp_core.live import meeting as live_meeting
+from ddp_core.live.meeting import LiveRendezvous, StoreSearch
+from ddp_core.live.members import Members
+from ddp_core.live.membership import Membership, node_of
 from tests.support.commands import wait_until
 from tests.support.processes import HANG
 

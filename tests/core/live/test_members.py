@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from ddp_core.distributed.members import Members, store_at
-from ddp_core.distributed.membership import Membership
+from ddp_core.live.members import Members, store_at
+from ddp_core.live.membership import Membership
 
 FIRST = Membership(0, ("0.0@0", "0.0@1"))
 
