@@ -115,7 +115,7 @@ class CallbackCalls(StepObserver):
 
     def epoch_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
         with self._clock.aside():
-            is_evaluated = self._steps.state.evaluated_at == self._steps.state.step
+            is_evaluated = self._steps.state.is_evaluated
             self._call("on_epoch", batch.epoch, self._steps.state.position.last_epoch_loss, is_evaluated)
             self._agree_to_end("on_epoch")
 

@@ -38,7 +38,7 @@ class Evaluator(StepObserver):
 
     def settle(self, batch: StepBatch) -> None:
         # A callback may have ended the run after an epoch without an evaluation.
-        if self._steps.are_done and self._state.evaluated_at != self._state.step:
+        if self._steps.are_done and not self._state.is_evaluated:
             with self._clock.aside():
                 self._evaluate_epoch(batch)
 

@@ -79,7 +79,7 @@ class Saving(StepObserver):
     def is_due_now(self) -> bool:
         """Whether a checkpoint is to be saved after the step just done: one that is due, the best one, or the last."""
         state = self._state
-        is_due = self.is_due(state.step) or state.best_at == state.step or self._steps.are_done
+        is_due = self.is_due(state.step) or state.is_best or self._steps.are_done
         return is_due and self.newest_step < state.step  # a lost rank 0 may have saved this step
 
     def _writes(self) -> dict[str, int]:
@@ -146,7 +146,7 @@ class Saving(StepObserver):
         Raises UserError (2) for an optimizer whose state no checkpoint can hold.
         """
         job, state, before = self._job, self._state, time.perf_counter()
-        best = state.best_at == state.step
+        best = state.is_best
         with self._clock.aside("checkpoint"):
             bad = first_not_finite(state.ownership.trained)
             if not state.ownership.has_whole_weights:

@@ -64,6 +64,16 @@ class Position:
 
 
 @dataclass
+class _Mark:
+    """A moment to which a step that is not finished can go back."""
+
+    is_settled: bool = True
+    position: Position = field(default_factory=Position)
+    buffers: tuple[int, list[Tensor]] = (-1, [])
+    """The step count at the last `keep_buffers`, and copies of the buffers then."""
+
+
+@dataclass
 class TrainState:
     """The record that a checkpoint holds: weights, optimizer and the like, and the position."""
 
@@ -77,15 +87,11 @@ class TrainState:
     learning_rate: float = math.nan
     """Used by the last update, of the first parameter group; not saved."""
     position: Position = field(default_factory=Position)
-    evaluated_at: int = -1
-    """The step after which the last evaluation was made here; not saved."""
-    best_at: int = -1
-    """The step of the last evaluation that was the best so far; not saved."""
     ownership: Ownership = field(init=False)
     """What this process has of weights and optimizer state: all of both, until they are cut."""
-    _mark: tuple[bool, Position] = field(init=False)
-    _kept_buffers: tuple[int, list[Tensor]] = field(init=False, default=(-1, []))
-    """The step count at the last `keep_buffers`, and copies of the buffers then."""
+    _newest_evaluation: tuple[int, bool] = field(init=False, default=(-1, False))
+    """The step after which it was made here, and whether it is the best so far; not saved."""
+    _mark: _Mark = field(init=False, default_factory=_Mark)
 
     def __post_init__(self) -> None:
         self.ownership = OwnsAll(self.model, self.optimizer)
@@ -119,10 +125,22 @@ class TrainState:
 
         Raises UserError where the evaluation has no number of that name.
         """
-        self.position.evaluation, self.evaluated_at = evaluation, self.step
+        self.position.evaluation = evaluation
         score, before = score_of(evaluation, best), self.position.best
-        if not math.isnan(score) and (before is None or score > before):
-            self.position.best, self.best_at = score, self.step
+        is_best = not math.isnan(score) and (before is None or score > before)
+        if is_best:
+            self.position.best = score
+        self._newest_evaluation = self.step, is_best
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether an evaluation was made here after the newest step."""
+        return self._newest_evaluation[0] == self.step
+
+    @property
+    def is_best(self) -> bool:
+        """Whether one was, and its figures are the best so far."""
+        return self._newest_evaluation == (self.step, True)
 
     def state_dict(self, in_parts: bool = False) -> dict[str, Any]:
         """The state in nested dictionaries of tensors and plain JSON types.
@@ -148,17 +166,17 @@ class TrainState:
 
     def mark(self, is_settled: bool = True) -> None:
         """Keep the position as that of a moment to which a step that is not finished can go back."""
-        self._mark = is_settled, replace(self.position)
+        self._mark.is_settled, self._mark.position = is_settled, replace(self.position)
 
     @property
     def is_settled(self) -> bool:
         """Whether what follows the update of step `step` is done, too: an evaluation, a digest, a save."""
-        return self._mark[0]
+        return self._mark.is_settled
 
     @property
     def marked_at(self) -> tuple[int, bool]:
         """The step of the last `mark`, and whether it was settled."""
-        return self._mark[1].step, self.is_settled
+        return self._mark.position.step, self.is_settled
 
     def marked(self) -> dict[str, Any]:
         """The state of the last `mark`; whole weights only, and to be called when the reduction is closed.
@@ -166,18 +184,18 @@ class TrainState:
         A step that was not finished has changed nothing else by then: weights, optimizer, average, scaler and schedule
         change in the update alone, which waits for no rank; buffers, which change before, are put back.
         """
-        if self._kept_buffers[0] == self.step:
+        if self._mark.buffers[0] == self.step:
             self.put_back_buffers()
-        return {**self.state_dict(), "position": asdict(self._mark[1])}
+        return {**self.state_dict(), "position": asdict(self._mark.position)}
 
     def keep_buffers(self) -> None:
         """Keep copies of the buffers, until this is called again."""
-        self._kept_buffers = self.step, [buffer.clone() for buffer in self.model.buffers()]
+        self._mark.buffers = self.step, [buffer.clone() for buffer in self.model.buffers()]
 
     @torch.no_grad()
     def put_back_buffers(self) -> None:
         """Give the buffers the values of the last `keep_buffers`."""
-        for buffer, value in zip(self.model.buffers(), self._kept_buffers[1], strict=True):
+        for buffer, value in zip(self.model.buffers(), self._mark.buffers[1], strict=True):
             buffer.copy_(value)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

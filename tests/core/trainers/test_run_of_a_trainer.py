@@ -156,8 +156,8 @@ def test_an_evaluation_as_good_as_the_best_is_not_a_better_one() -> None:
         state, found = trainer.state, []
         for state.step, accuracy in enumerate((0.5, 0.5, 0.4, 0.6), 1):
             state.take_evaluation({"test_accuracy": accuracy})
-            found.append(state.best_at)
-    assert found == [1, 1, 1, 4]
+            found.append(state.is_best)
+    assert found == [True, False, False, True]
 
 
 def test_a_time_limit_is_a_request_to_stop() -> None:
@@ -234,7 +234,7 @@ class Counts(Callback):
 PARTS = ("model", "optimizer", "scaler", "schedule", "average")
 
 
-NOT_SAVED = ("learning_rate", "evaluated_at", "best_at", "ownership", "_mark", "_kept_buffers")
+NOT_SAVED = ("learning_rate", "ownership", "_newest_evaluation", "_mark")
 
 
 LISTED = ("callbacks",)
