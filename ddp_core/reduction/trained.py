@@ -12,12 +12,13 @@ class TrainedParameters:
 
     def __init__(self, module: nn.Module) -> None:
         self._names = [name for name, _ in module.named_parameters()]
-        self._parameters = list(module.parameters())
-        self._flags = [parameter.requires_grad for parameter in self._parameters]
+        self._all = list(module.parameters())
+        self._flags = [parameter.requires_grad for parameter in self._all]
+        self.parameters = [parameter for parameter in self._all if parameter.requires_grad]
 
     def changes(self) -> dict[str, bool]:
         """The parameters whose flag is another by now, with what it is."""
-        now = [parameter.requires_grad for parameter in self._parameters]
+        now = [parameter.requires_grad for parameter in self._all]
         if now == self._flags:
             return {}
         return {name: flag for name, flag, was in zip(self._names, now, self._flags, strict=True) if flag != was}

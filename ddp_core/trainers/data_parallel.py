@@ -16,6 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import methodcaller
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from ddp_core.base.digests import checksum
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import MicroBatchSeed, share_of
 from ddp_core.base.torch_internals import foreach_copy_, is_compiled, share_hooks
+from ddp_core.config.cut import BatchCut
 from ddp_core.data.trees import Batch, map_tensors, tensors_of
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
@@ -86,20 +88,20 @@ class DataParallelStrategy(Strategy):
         weights = [loss_weight.to(replica.device) for replica in self.replicas]
         self.clock.lap("exposed_communication")
         applied = [
-            replica.thread.submit(replica.apply, share, weight)
+            replica.thread.submit(replica.apply, share, self.batches.cut, weight)
             for replica, share, weight in zip(self.replicas, scattered, weights, strict=True)
         ]
-        losses_of_replicas = [future.result() for future in applied]
+        computed = [future.result() for future in applied]
         self.clock.lap("forward_backward")
         if self.job.is_exact:
             used = [replica.written for replica in others if scattered[replica.number].micro_batches]
             self._require_same_parameters(first.written, used, by_values)
-        for losses in losses_of_replicas:
-            for index, loss in losses:
+        for of_replica in computed:
+            for index, loss in of_replica.losses:
                 # Here, not in the replicas' threads, for the same reason as in `_scatter`.
                 self.losses.put(index, loss.to(self.job.device, non_blocking=True))
         self.send_losses(batch)
-        self._reduce()
+        self._reduce(computed)
 
     def retrain(self) -> None:
         """Let all replicas train what the first one does."""
@@ -141,27 +143,38 @@ class DataParallelStrategy(Strategy):
             parts.append(replace(batch, micro_batches=batch.micro_batches[own], ids=batch.ids[own], tensors=tensors))
         return parts
 
-    def _reduce(self) -> None:
+    def _reduce(self, computed: Sequence[_Computed]) -> None:
         """Sum all gradients into the first replica's: in the canonical tree, or from left to right as torch does."""
         first, *others = self.replicas
         if self.job.is_exact:
-            gradients = fold_replicas([replica.tree for replica in self.replicas])
-            statistics = fold_replicas([replica.statistics_tree for replica in self.replicas])[0]
+            gradients = fold_replicas([each.tree for each in computed])
+            statistics = fold_replicas([each.statistics for each in computed])[0]
             assert statistics is not None
             first.statistics.finish(statistics.to(self.job.device, non_blocking=True))
             for replica in others:
                 replica.statistics.restore()
         else:
-            gradients = list(first.gradients)
-            for replica in others:
-                add_(gradients, replica.gradients)
-        for parameter, gradient in zip(first.parameters, gradients, strict=True):
+            gradients = computed[0].gradients
+            for each in computed[1:]:
+                add_(gradients, each.gradients)
+        for parameter, gradient in zip(first.trained.parameters, gradients, strict=True):
             # Where the first replica had no gradient, the sum lies on another replica's device.
             parameter.grad = None if gradient is None else gradient.to(parameter.device, non_blocking=True)
 
 
+class _Computed(NamedTuple):
+    """What a replica has computed in one step."""
+
+    losses: list[tuple[int, Tensor]]
+    """The number of each micro-batch, and its loss."""
+    tree: GradientTree
+    statistics: GradientTree
+    gradients: list[Tensor | None]
+    """The sums of the plain reduction; the exact one has trees."""
+
+
 class _Replica:
-    """A replica of the model on `device`, its thread, and what it has computed in one step.
+    """A replica of the model on `device`, and its thread.
 
     The replica computes each micro-batch while it holds `turn`: on CUDA the lock of its device.
     """
@@ -175,7 +188,7 @@ class _Replica:
     ) -> None:
         job, model = strategy.job, strategy.model
         self.number, self.device, self._turn = number, device, turn
-        self._cut, self._is_exact = strategy.batches.cut, job.is_exact
+        self._is_exact = job.is_exact
         self.module = model if number == 0 else copy.deepcopy(model).to(device)
         self.passes = strategy.passes
         if device != job.device:
@@ -184,8 +197,6 @@ class _Replica:
         self.statistics, self.foreign = BatchStatistics(self.module), ForeignBuffers(self.module)
         self.written = WrittenParameters(self.module)
         self.random = KeyedRandom(job.experiment.seed, device)
-        self.tree = self.statistics_tree = GradientTree(1)
-        self.gradients: list[Tensor | None] = []
         self.thread = one_thread(f"replica-{number}", device)
 
     def _run(self, step: int, index: int, data: Batch, weight: Tensor) -> Tensor:
@@ -199,7 +210,6 @@ class _Replica:
         """Train the parameters that `model` trains."""
         for ours, theirs in zip(self.module.parameters(), model.parameters(), strict=True):
             ours.requires_grad_(theirs.requires_grad)
-        self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.trained = TrainedParameters(self.module)
 
     @torch.no_grad()
@@ -228,29 +238,25 @@ class _Replica:
         self.foreign.begin(self.statistics.layers, digests)
         self.written.begin(by_values)
 
-    def apply(self, share: StepBatch, weight: Tensor) -> list[tuple[int, Tensor]]:
-        """Forward and backward of this replica's micro-batches; returns their numbers and losses.
-
-        `weight` is the loss_weight.
-        """
-        count = self._cut.count(share.samples)
-        own = share_of(count, self.number, self._cut.shares)
-        self.tree, self.statistics_tree = (GradientTree(count, own.start, own.stop) for _ in range(2))
-        take_gradients(self.parameters)
+    def apply(self, share: StepBatch, cut: BatchCut, weight: Tensor) -> _Computed:
+        """Forward and backward of this replica's micro-batches; `weight` is the loss_weight."""
+        count = cut.count(share.samples)
+        own = share_of(count, self.number, cut.shares)
+        tree, statistics = (GradientTree(count, own.start, own.stop) for _ in range(2))
+        take_gradients(self.trained.parameters)
         losses = []
         for part, data in zip(share.micro_batches, share.tensors, strict=True):
             # The turn lasts to the end of backward, which uses the generator where it computes activations again.
             with self._turn:
                 losses.append((part.index, self._run(share.step, part.index, data, weight)))
             if self._is_exact:
-                self.tree.push(take_gradients(self.parameters))
-                self.statistics_tree.push([self.statistics.take(part.stop - part.start)])
+                tree.push(take_gradients(self.trained.parameters))
+                statistics.push([self.statistics.take(part.stop - part.start)])
                 self.written.refuse_changes(is_last=part is share.micro_batches[-1])
         if self._is_exact:
             self.trained.refuse_changes()
             self.foreign.refuse_changed()
-        self.gradients = [] if self._is_exact else take_gradients(self.parameters)
-        return losses
+        return _Computed(losses, tree, statistics, [] if self._is_exact else take_gradients(self.trained.parameters))
 
 
 def _device_of(job: Job, number: int) -> torch.device:
