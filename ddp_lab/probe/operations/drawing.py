@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ddp_lab.probe.definition.inputs import words
-from ddp_lab.probe.operations.inputs import Operations, numbers, positive
+from ddp_lab.probe.operations.inputs import Operations, numbers, positive, words
 
 
 def drawing() -> Operations:

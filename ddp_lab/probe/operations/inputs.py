@@ -1,15 +1,17 @@
-"""Inputs of the probe's operations as tensors, and what gives their results and gradients."""
+"""Inputs of the probe's operations, made from integers alone, and what gives their results and gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ddp_lab.probe.definition import inputs as exact
+from ddp_core.base.seeds import finalise
 
 Operation = Callable[[], Any]
 """Computes something at fixed inputs; returns a tensor, an array, a number, or a list, tuple or dict of them."""
@@ -17,19 +19,29 @@ Operation = Callable[[], Any]
 Operations = Mapping[str, Operation]
 
 
+def words(count: int, key: int = 0) -> NDArray[np.uint64]:
+    """Pseudo-random numbers of 64 bits: uint64 [count]."""
+    return finalise(np.arange(1, count + 1, dtype=np.uint64) + np.uint64(key << 32))
+
+
 def numbers(*shape: int, key: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers in [-scale, scale), of 24 bits each; with a power of two as `scale` they are exact in float32."""
-    return torch.from_numpy(exact.numbers(*shape, key=key, scale=scale, dtype=np.float64)).to(dtype)
+    return ((_whole(shape, key) * 2.0**-23 - 1) * scale).to(dtype)
 
 
 def positive(*shape: int, key: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers in (0, scale], of 24 bits each."""
-    return torch.from_numpy(exact.positive(*shape, key=key, scale=scale, dtype=np.float64)).to(dtype)
+    return ((_whole(shape, key) + 1) * 2.0**-24 * scale).to(dtype)
 
 
 def integers(*shape: int, below: int, key: int = 0) -> Tensor:
     """Integers in [0, below): int64."""
-    return torch.from_numpy(exact.integers(*shape, below=below, key=key))
+    return torch.from_numpy((words(prod(shape), key) % np.uint64(below)).astype(np.int64).reshape(shape))
+
+
+def _whole(shape: tuple[int, ...], key: int) -> Tensor:
+    """Whole numbers below 2^24, as float64."""
+    return torch.from_numpy((words(prod(shape), key) >> np.uint64(40)).astype(np.float64).reshape(shape))
 
 
 def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:

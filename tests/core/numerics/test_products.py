@@ -15,7 +15,7 @@ from ddp_core.base.errors import UserError
 from ddp_core.numerics import chains
 from ddp_core.numerics.chains import chained, chained_into
 from ddp_core.numerics.kernels import portable_kernels
-from ddp_lab.probe.definition.arithmetic import product_in_chains
+from tests.support.chains import product_in_chains
 from tests.support.processes import ask
 
 
