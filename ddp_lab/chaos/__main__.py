@@ -20,7 +20,6 @@ from ddp_lab.chaos.faults import Breakable
 from ddp_lab.chaos.judge import DrillReport, judge, table
 from ddp_lab.chaos.processes import BreakableProcesses
 from ddp_lab.chaos.runner import Runner
-from ddp_lab.chaos.spot import SpotRunner
 from ddp_lab.cluster.__main__ import choose_backend, launch, plan
 from ddp_lab.cluster.cluster import Backend, Spec
 from ddp_lab.cluster.runs import Planned, find_baseline
@@ -48,13 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     drill = load(known.drill)
     if known.nodes is not None:
         drill = drill.model_copy(update={"nodes": known.nodes})
-        if drill.spot is not None:
-            raise UserError(f"drill {drill.name} is for one node")
         if known.nodes < 2:
             raise UserError("a drill needs two nodes or more")
     if known.recovery is not None:
-        if drill.spot is not None:
-            raise UserError(f"drill {drill.name} is of live recovery alone")
         drill = drill.model_copy(update={"recovery": known.recovery})
     seed = secrets.randbelow(10**6) if known.seed is None else known.seed
     return carry_out(drill, seed, known.backend, known.output, known.data_dir, known.verbose)
@@ -64,15 +59,12 @@ def carry_out(drill: Drill, seed: int, wanted: str, output: Path, data: Path, ve
     """Train the undisturbed run where there is none, then carry out the drill and judge it; returns the exit code."""
     settings = tuple(word for setting in drill.settings for word in ("--set", setting))
     planned = plan(drill.experiment, settings)
-    # Only a process can be stopped before it has joined the others; a container is started when it is to come.
-    backend = choose_backend("local" if drill.spot is not None and wanted == "auto" else wanted)
-    if drill.spot is not None and backend.name == "containers":
-        drill = drill.with_ranks_as_nodes()
+    backend = choose_backend(wanted)
     undisturbed = _undisturbed(drill, planned, backend, settings, output, data)
     cluster = _breakable(backend, drill)
     spec = Spec(drill.experiment, "ddp", drill.nodes, drill.nproc_per_node, drill.train_options(), output, data)
     say(f"drill {drill.name}, seed {seed}: {drill.experiment} on {drill.nodes} nodes x {drill.nproc_per_node}")
-    runner = _runner(drill, seed, cluster, spec)
+    runner = Runner(drill, seed, cluster, spec, say)
     started = time.monotonic()
     try:
         report = runner.run(_show if verbose else lambda *_: None)
@@ -115,12 +107,6 @@ def _breakable(backend: Backend, drill: Drill) -> Breakable:
 
         return BreakableContainers(drill)
     return BreakableProcesses()
-
-
-def _runner(drill: Drill, seed: int, cluster: Breakable, spec: Spec) -> Runner:
-    if drill.spot is None:
-        return Runner(drill, seed, cluster, spec, say)
-    return SpotRunner(drill, seed, cluster, spec, say)
 
 
 def _publish(report: DrillReport, run: Path | None) -> None:

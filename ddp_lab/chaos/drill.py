@@ -66,29 +66,8 @@ class FaultSpec(BaseModel):
         return 1 if self.node == RENDEZVOUS else _SECONDS.get(self.fault, 1)
 
 
-class SpotSpec(BaseModel):
-    """Ranks of one node, or whole nodes with a rank each, leave and come at random.
-
-    seconds: for how long. every: seconds between two changes, drawn from [low, high]. least: so many stay. share:
-    of the time, to be spent training; less fails the drill.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    seconds: Annotated[float, Field(gt=0)] = 300
-    every: tuple[float, float] = (2, 6)
-    least: Annotated[int, Field(ge=1)] = 1
-    share: Annotated[float, Field(ge=0, le=1)] = 0.8
-
-    @model_validator(mode="after")
-    def _checked(self) -> SpotSpec:
-        if not 0 < self.every[0] <= self.every[1]:
-            raise ValueError("every is [low, high], seconds above 0")
-        return self
-
-
 class Drill(BaseModel):
-    """A run and its faults, in order; each waits until the one before is over. Or, in their place, `spot`."""
+    """A run and its faults, in order; each waits until the one before is over."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -97,52 +76,26 @@ class Drill(BaseModel):
     experiment: str = "digits"
     settings: tuple[str, ...] = ()
     """What `--set` takes; the undisturbed run gets these settings, too."""
-    nodes: Annotated[int, Field(ge=1)] = 3
+    nodes: Annotated[int, Field(ge=2)] = 3
     nproc_per_node: Annotated[int, Field(ge=1)] = 1
     checkpoint_every: Annotated[int, Field(ge=1)] = 20
     timeout: Annotated[float, Field(gt=0)] = 10
     paced: bool = True
     """Whether each step takes 0.05 s longer, so that the run outlasts its faults on any machine."""
     recovery: Literal["restart", "live"] = "restart"
-    """What `--recovery` is told; with `live` a lost node must cost no step. Always `live` with `spot`."""
+    """What `--recovery` is told; with `live` a lost node must cost no step."""
     options: tuple[str, ...] = ()
     """Further options of `ddp train`."""
-    faults: tuple[FaultSpec, ...] = ()
-    spot: SpotSpec | None = None
-
-    @model_validator(mode="after")
-    def _breaks_something(self) -> Drill:
-        # A drill that breaks nothing by itself says so, with an empty list.
-        if ("faults" in self.model_fields_set) == (self.spot is not None):
-            raise ValueError("give faults or spot, one of them")
-        if self.spot is None:
-            return self
-        if min(self.nodes, self.nproc_per_node) > 1 or self.most_at_once <= self.spot.least:
-            raise ValueError("spot is for nodes: 1 or nproc_per_node: 1, and the other one above its `least`")
-        return self
-
-    @property
-    def most_at_once(self) -> int:
-        """With `spot`: how many ranks of the one node, or how many nodes, there are at most."""
-        return self.nproc_per_node if self.nodes == 1 else self.nodes
-
-    @property
-    def is_live(self) -> bool:
-        """Whether a loss must cost no step."""
-        return self.spot is not None or self.recovery == "live"
-
-    def with_ranks_as_nodes(self) -> Drill:
-        """The drill with a node of its own for each rank."""
-        return self.model_copy(update={"nodes": self.nodes * self.nproc_per_node, "nproc_per_node": 1})
+    faults: tuple[FaultSpec, ...]
+    """A drill that breaks nothing by itself says so, with an empty list."""
 
     def train_options(self) -> tuple[str, ...]:
         """What `ddp train` is told beyond experiment, layout and rendezvous."""
         settings = [word for setting in self.settings for word in ("--set", setting)]
-        starts = ("--max-restarts", "50" if self.spot is None else "10000")
-        recovery = ("--recovery", "live" if self.is_live else "restart")
         return (
             *settings,
-            *("--reduction", "exact", "--ledger", "--log-every", "1", *starts, *recovery),
+            *("--reduction", "exact", "--ledger", "--log-every", "1"),
+            *("--max-restarts", "50", "--recovery", self.recovery),
             *("--nnodes", f"1:{self.nodes}", "--timeout", f"{self.timeout:g}"),
             *("--checkpoint-every", str(self.checkpoint_every)),
             *(("--fault", "pace@1") if self.paced else ()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,6 @@ class DrillReport:
     seed: int
     faults: list[FaultReport] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-    spot: dict[str, Any] | None = None
-    """What ranks that came and went have cost; None for a drill without such."""
     digest: str | None = None
     undisturbed_digest: str | None = None
     identical: bool = False
@@ -138,7 +136,7 @@ def table(report: DrillReport) -> str:
         )
         for fault in report.faults
     ]
-    return "\n".join([*(_aligned(rows) if report.faults or report.spot is None else []), *_summary(report)])
+    return "\n".join([*_aligned(rows), *_summary(report)])
 
 
 def _summary(report: DrillReport) -> list[str]:
@@ -147,20 +145,11 @@ def _summary(report: DrillReport) -> list[str]:
         f"weights sha256 {report.digest or '-'}",
         f"undisturbed    {report.undisturbed_digest or '-'}: {same}",
         report.ledger or "ledger: none",
-        *([_spot(report.spot)] if report.spot is not None else []),
         *(f"skipped: {line}" for line in report.skipped),
         *(f"remark: {remark}" for remark in report.remarks),
         f"drill {report.name} on {report.backend}, seed {report.seed}: "
         f"{'passed' if report.exit_code == 0 else 'FAILED'} in {report.seconds:.0f} s",
     ]
-
-
-def _spot(found: Mapping[str, Any]) -> str:
-    return (
-        f"ranks: {found['left']} left and {found['came']} came in {found['changes']} changes within "
-        f"{found['seconds']:.0f} s; {100 * found['trained_share']:.1f} % of the time was spent training, a change "
-        f"costs {_seconds(found['pause_median'])} (at most {_seconds(found['pause_worst'])})"
-    )
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Collection
 
 import psutil
 
@@ -21,9 +20,6 @@ from ddp_lab.cluster.cluster import Spec, Write
 from ddp_lab.cluster.local import LocalBackend, copy_output, marked
 
 _GRACE_SECONDS = 60
-_LOOK_SECONDS = 0.005
-WORKER = "ddp-rank-"
-"""What `ps` calls a worker, before its place on the node."""
 
 
 class BreakableProcesses(LocalBackend):
@@ -123,35 +119,6 @@ class BreakableProcesses(LocalBackend):
     def left_behind(self) -> list[str]:
         """Processes of this launch that are still there."""
         return [f"process {process.pid}" for process in marked(str(self._launch_id))]
-
-    def leave(self, places: Collection[int]) -> None:
-        """SIGKILL to the workers in these places of the only node; those that take their places do not go on yet."""
-        before = self._places()
-        for place in places:
-            os.kill(before[place], signal.SIGKILL)
-        left, deadline = set(places), time.monotonic() + _GRACE_SECONDS
-        while left and time.monotonic() < deadline:
-            now = self._places()
-            for place in [each for each in left if now.get(each, before[each]) != before[each]]:
-                os.kill(now[place], signal.SIGSTOP)
-                left.remove(place)
-            time.sleep(_LOOK_SECONDS)
-
-    def come(self, places: Collection[int]) -> None:
-        """SIGCONT to the workers in these places of the only node."""
-        now = self._places()
-        for place in now.keys() & set(places):
-            os.kill(now[place], signal.SIGCONT)
-
-    def _places(self) -> dict[int, int]:
-        """The process ids of the workers of the only node, by their places."""
-        found = {}
-        for process in self._tree("node-1"):
-            with contextlib.suppress(psutil.Error):
-                name = process.name()
-                if name.startswith(WORKER) and process.status() != psutil.STATUS_ZOMBIE:
-                    found[int(name.removeprefix(WORKER))] = process.pid
-        return found
 
     def cut_off(self, name: str) -> None:
         """Cannot be done to local processes."""

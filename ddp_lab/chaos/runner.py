@@ -55,7 +55,8 @@ class Runner:
         self.cluster.follow(write)
         self._began = time.time()
         try:
-            self.break_it()
+            for fault in self._plan:
+                self._carry_out(fault)
             self._until(lambda: self.progress.completed, "the run to complete")
             self._until(self._all_ended, "the nodes to end")
         except DrillFailed as failure:
@@ -65,11 +66,6 @@ class Runner:
         self.progress.look()
         return self.report
 
-    def break_it(self) -> None:
-        """Carry out each fault, one after the other. Raises DrillFailed."""
-        for fault in self._plan:
-            self._carry_out(fault)
-
     def _carry_out(self, fault: Planned) -> None:
         if fault.kind not in self.cluster.kinds:
             line = f"{fault.kind} {fault.node}: cannot be made on {self.cluster.name}"
@@ -78,7 +74,7 @@ class Runner:
             return
         self._until(lambda: self._is_due(fault) and self._is_whole(), f"{self._moment(fault)} with all nodes training")
         node = self._name(fault)
-        deed = action(fault, node, self.cluster, self.drill.is_live)
+        deed = action(fault, node, self.cluster, self.drill.recovery == "live")
         entry = FaultReport(deed.name, self.progress.step)
         self.report.faults.append(entry)
         self.say(f"{deed.name} at step {self.progress.step}")
@@ -172,7 +168,7 @@ class Runner:
             last = [said.line for said in self.words.since(0) if said.node == name][-1:]
             raise DrillFailed(f"{name} ended with {code}, which a new start would repeat: {' '.join(last)}")
         ended = [name for name, code in codes.items() if code != 0]
-        if "rendezvous" not in self._held and self.spec.nnodes > 1 and not self.cluster.is_running("rendezvous"):
+        if "rendezvous" not in self._held and not self.cluster.is_running("rendezvous"):
             ended.append("rendezvous")
         for name in ended:
             if name in self._held:
@@ -202,7 +198,7 @@ class Runner:
             self.progress.nnodes == self.spec.nnodes
             and self.progress.trains
             and not self.cluster.exit_codes()
-            and (self.spec.nnodes == 1 or self.cluster.is_running("rendezvous"))
+            and self.cluster.is_running("rendezvous")
         )
 
     def _all_ended(self) -> bool:

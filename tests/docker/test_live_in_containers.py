@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
@@ -133,22 +132,3 @@ def test_a_drill_with_live_recovery_loses_no_step(image: str, tmp_path: Path) ->
     )
     assert [fault["outcome"] for fault in report["faults"]] == ["recovered"] * 5
     assert (report["identical"], report["ledger_whole"], report["remarks"]) == (True, True, [])
-
-
-@pytest.mark.slow
-def test_containers_come_and_go(image: str, tmp_path: Path) -> None:
-    report, _ = run_drill(
-        tmp_path,
-        """
-        settings: [epochs=50]
-        nodes: 1
-        nproc_per_node: 3
-        checkpoint_every: 200
-        timeout: 20
-        spot: {seconds: 40, every: [2, 6], share: 0}
-        """,
-    )
-    assert (report["identical"], report["ledger_whole"], report["remarks"]) == (True, True, [])
-    (record,) = (tmp_path / "outputs").glob("*/ddp-*/run.json")
-    attempts = json.loads(record.read_text())["attempts"]
-    assert all(attempt["restart_count"] == 0 for attempt in attempts), "a whole state has always lived"

@@ -50,15 +50,6 @@ class Fault(_Loose):
     outcome: str | None = None
 
 
-class Spot(_Loose):
-    """What ranks that came and went have cost."""
-
-    seconds: float | None = None
-    left: int | None = None
-    came: int | None = None
-    trained_share: float | None = None
-
-
 class Drill(_Loose):
     """Faults against a training run, and whether it ended as if there had been none (format ddp-drill/1)."""
 
@@ -66,7 +57,6 @@ class Drill(_Loose):
     backend: str | None = None
     seed: int | None = None
     faults: list[Fault] = []
-    spot: Spot | None = None
     digest: str | None = None
     undisturbed_digest: str | None = None
     identical: bool | None = None

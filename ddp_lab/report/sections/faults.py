@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddp_lab.report.reading.claims import Drill
-from ddp_lab.report.values import TONES, Column, Table, duration, figure, text
+from ddp_lab.report.values import TONES, Column, Table, figure, text
 
 
 @dataclass(frozen=True)
@@ -14,15 +14,6 @@ class DrillSection:
 
     drill: Drill
     table: Table
-
-    @property
-    def spot(self) -> str:
-        """What ranks that came and went have cost, in words; empty for a drill without such."""
-        found = self.drill.spot
-        if found is None or found.trained_share is None:
-            return ""
-        share = f"{100 * found.trained_share:.1f} % of {duration(found.seconds)} was spent training"
-        return f"{found.left} left, {found.came} came; {share}"
 
     @property
     def passed(self) -> bool:
