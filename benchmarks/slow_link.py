@@ -7,10 +7,6 @@ this project's image. Each way is one launch. While it trains, both nodes' inter
 (`ddp_lab.chaos.shape`, which does what `tc qdisc … tbf` does). The seconds per step are read from the run's metrics:
 the median of the steps after the change. Accumulation takes four micro-batches per step with no_sync; so that it can be
 compared, all figures are per 64 samples. There is no bf16 hook: it needs NCCL, and it sends what the fp16 hook sends.
-
-The table also shows what the model of `ddp project` predicts. Its compute time is the step on the unshaped link;
-gradients get ready over two thirds of that time and travel in DDP's buckets, at the link's rate less Ethernet's and
-TCP's headers; the step waits for what is still on its way when backward ends.
 """
 
 from __future__ import annotations
@@ -20,8 +16,6 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -31,41 +25,22 @@ from ddp_lab.chaos.containers import BreakableContainers
 from ddp_lab.chaos.drill import parse
 from ddp_lab.chaos.watch import Progress, Words
 from ddp_lab.cluster.cluster import Spec
-from ddp_lab.projection.formulas import Link, ring_seconds, step
 
 SIZES = (64, 1024, 1024, 10)
-LAYERS = list(pairwise(SIZES))
-WEIGHTS, BIASES = sum(a * b for a, b in LAYERS), sum(b for _, b in LAYERS)
 SAMPLES = 64
 RANK = 4
-# 1448 bytes of each frame of 1514 are payload.
-PAYLOAD = 1448 / 1514
 PATIENCE = 300.0
 
 
-@dataclass(frozen=True)
-class Way:
-    """Options of `ddp train`, samples per step, and bytes of gradients that a rank hands to the all-reduce."""
-
-    options: tuple[str, ...]
-    samples: int
-    gradient_bytes: float
-
-
-def ways(ranks: int = 2) -> dict[str, Way]:
-    """All ways by name, for so many ranks."""
-    whole = 4.0 * (WEIGHTS + BIASES)
+def ways(ranks: int = 2) -> dict[str, tuple[str, ...]]:
+    """The options of `ddp train` for all ways by name, for so many ranks."""
     plain, share = ("--reduction", "plain"), SAMPLES // ranks
-    # A matrix of a x b is sent as P (a x rank) and Q (b x rank), biases as they are.
-    factors = 4.0 * (RANK * sum(a + b for a, b in LAYERS) + BIASES)
     return {
-        "DDP": Way(_settings(*plain), SAMPLES, whole),
-        "no_sync, 4 micro-batches": Way(
-            _settings(*plain, micro_batch=SAMPLES // ranks, accumulate=4), 4 * SAMPLES, whole
-        ),
-        "fp16 hook": Way(_settings(*plain, hook="fp16"), SAMPLES, whole / 2),
-        f"PowerSGD, rank {RANK}": Way(_settings(*plain, hook="powersgd"), SAMPLES, factors),
-        "exact": Way(_settings("--reduction", "exact", micro_batch=share), SAMPLES, whole),
+        "DDP": _settings(*plain),
+        "no_sync, 4 micro-batches": _settings(*plain, micro_batch=share, accumulate=4),
+        "fp16 hook": _settings(*plain, hook="fp16"),
+        f"PowerSGD, rank {RANK}": _settings(*plain, hook="powersgd"),
+        "exact": _settings("--reduction", "exact", micro_batch=share),
     }
 
 
@@ -88,7 +63,9 @@ def _settings(
     return (*words, *settings, "--log-every", "1", "--checkpoint-every", "1000000", "--timeout", "120")
 
 
-def measure(way: Way, rates: list[int], steps: int, nproc: int, say: bool) -> dict[int, dict[str, float]]:
+def measure(
+    options: tuple[str, ...], rates: list[int], steps: int, nproc: int, say: bool
+) -> dict[int, dict[str, float]]:
     """Seconds per 64 samples at each rate (in Mbit/s; 0 is unshaped): median and quartiles of `steps` steps."""
     found: dict[int, dict[str, float]] = {}
     place = Path(tempfile.mkdtemp(prefix="ddp-slow-"))
@@ -97,7 +74,7 @@ def measure(way: Way, rates: list[int], steps: int, nproc: int, say: bool) -> di
     try:
         (place / "outputs").mkdir()
         (place / "data").mkdir()
-        spec = Spec("digits", "ddp", 2, nproc, way.options, place / "outputs", place / "data")
+        spec = Spec("digits", "ddp", 2, nproc, options, place / "outputs", place / "data")
         words = Words()
         cluster.start(spec)
         cluster.follow(words.hear)
@@ -140,17 +117,6 @@ def _await_step(cluster: BreakableContainers, progress: Progress, words: Words, 
         time.sleep(0.05)
 
 
-def modelled(way: Way, unshaped: float, rate: int, nproc: int) -> float:
-    """Seconds per 64 samples by the model of `ddp project`, from the step on the unshaped link."""
-    link = Link(0.0, rate * 1e6 / 8 * PAYLOAD)
-    parts = way.samples / SAMPLES
-
-    def all_reduce(size: float) -> float:
-        return ring_seconds(size, 2 * nproc, nproc, link, link)
-
-    return step(unshaped * parts, way.gradient_bytes, all_reduce).seconds / parts
-
-
 def _named(rate: int) -> str:
     return "unshaped" if not rate else f"{rate // 1000} Gbit/s" if rate % 1000 == 0 else f"{rate} Mbit/s"
 
@@ -172,19 +138,11 @@ def main() -> int:
             continue
         print(name, flush=True)
         found = measure(way, rates, options.steps, nproc, say=True)
-        results[name] = {
-            _named(rate): entry
-            | ({"modelled": modelled(way, found[0]["seconds"], rate, nproc)} if rate and 0 in found else {})
-            for rate, entry in found.items()
-        }
-    print(f"\nms per {SAMPLES} samples, measured (the model's)")
-    print(f"{'':26}" + "".join(f"{_named(rate):>22}" for rate in rates))
+        results[name] = {_named(rate): entry for rate, entry in found.items()}
+    print(f"\nms per {SAMPLES} samples")
+    print(f"{'':26}" + "".join(f"{_named(rate):>12}" for rate in rates))
     for name, row in results.items():
-        cells = [
-            f"{1e3 * entry['seconds']:.1f}" + (f" ({1e3 * entry['modelled']:.1f})" if "modelled" in entry else "")
-            for entry in row.values()
-        ]
-        print(f"{name:26}" + "".join(f"{cell:>22}" for cell in cells))
+        print(f"{name:26}" + "".join(f"{1e3 * entry['seconds']:>12.1f}" for entry in row.values()))
     command = f"python -m benchmarks.slow_link --rates {options.rates} --steps {options.steps} --nproc-per-node {nproc}"
     print(f"recorded in {record('slow_link', command, results, options.json, rounds=1)}")
     return 0

@@ -47,7 +47,6 @@ LAB_FLOORS = [
         "ddp_lab.chaos",
         "ddp_lab.claims",
         "ddp_lab.diagnose",
-        "ddp_lab.projection",
         "ddp_lab.report.charts",
     ],
     ["ddp_lab.report"],

@@ -40,7 +40,7 @@ COMMANDS = (
     "doctor",
     "rendezvous",
 )
-OFFERED = ("chaos", "claims", "diagnose", "launch-files", "probe", "project", "report")
+OFFERED = ("chaos", "claims", "diagnose", "launch-files", "probe", "report")
 EXPERIMENTS = ("digits", "linear_regression", "counter_buffer", "toy_mlp", "resnet18_synthetic", "fashion_mnist")
 
 
