@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = Path(os.environ.get("DDP_OUTPUT", "outputs"))
     parser.add_argument("--output", type=Path, default=output, help="where the runs are")
     parser.add_argument("--to", type=Path, help="where the report goes (default: OUTPUT/report)")
-    parser.add_argument("--serve", metavar="HOST:PORT", help="then serve the report's folder, to be read only")
+    parser.add_argument("--serve", metavar="HOST:PORT", help="then serve the page, to be read only")
     known = parser.parse_args(arguments)
     to = known.to or known.output / "report"
     place = address(known.serve) if known.serve else None
@@ -37,5 +37,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, problem in report.findings.unreadable:
         print(f"report: {name}: {problem}", file=sys.stderr)
     if place is not None:
-        serve(to, place)
+        serve(to / "index.html", place)
     return ExitCode.DONE

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_lab.report.charts.layouts import styles
+from ddp_lab.report.charts.learning import styles
 from ddp_lab.report.reading.claims import Findings, read_findings
 from ddp_lab.report.reading.families import find_families
 from ddp_lab.report.reading.runs import Inventory, read_runs
 from ddp_lab.report.sections.claims import ClaimSection, claim_section, claims_table
-from ddp_lab.report.sections.environments import environments_table, find_environments
 from ddp_lab.report.sections.experiments import FamilySection, family_section
 from ddp_lab.report.sections.faults import DrillSection, drill_section
-from ddp_lab.report.sections.overview import Tile, runs_table, tiles
+from ddp_lab.report.sections.overview import runs_table
 from ddp_lab.report.sections.runs import RunSection, run_section
 from ddp_lab.report.values import Table, moment
 
@@ -24,14 +23,11 @@ class Report:
 
     inventory: Inventory
     findings: Findings
-    tiles: list[Tile]
     runs_table: Table
     families: list[FamilySection]
     claims: list[ClaimSection]
     claims_table: Table
     drills: list[DrillSection]
-    environments: Table
-    shared_environment: list[tuple[str, str]]
     runs: list[RunSection]
 
     @property
@@ -49,19 +45,14 @@ def build_report(output: Path) -> Report:
     inventory, findings = read_runs(output), read_findings(output)
     families = find_families(inventory.runs)
     style = styles(families)
-    environments = find_environments(inventory.runs)
     claims = [claim_section(claim) for claim in findings.claims]
-    differing, shared = environments_table(environments)
     return Report(
         inventory,
         findings,
-        tiles(inventory, families, findings),
-        runs_table(inventory, environments),
+        runs_table(inventory),
         [family_section(family, style) for family in families],
         claims,
         claims_table(claims),
         [drill_section(drill) for drill in findings.drills],
-        differing,
-        shared,
-        [run_section(run, environments) for run in reversed(inventory.runs)],
+        [run_section(run) for run in reversed(inventory.runs)],
     )

@@ -1,54 +1,55 @@
-"""Serves the report's folder over HTTP: read-only, without listings, and nothing that lies outside the folder."""
+"""Serves the report over HTTP: one page, to be read only."""
 
 from __future__ import annotations
 
 import errno
 import signal
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
+from typing import Any
 from urllib.parse import urlsplit
 
 from ddp_core.base.errors import ExitCode, UserError
 
 
-class _Handler(SimpleHTTPRequestHandler):
-    """GET and HEAD of files inside the folder; links are followed first, so a link that leads outside is a 404, too."""
+class _Handler(BaseHTTPRequestHandler):
+    """GET and HEAD of the page, read anew each time; anything else is not there."""
 
     server: ThreadingHTTPServer
     server_version = "ddp-report"
     sys_version = ""
 
-    def parse_request(self) -> bool:
-        """Refuse a request for another name than ours: a page elsewhere could let its own name lead here."""
-        if not super().parse_request():
-            return False
+    def __init__(self, page: Path, *words: Any) -> None:
+        self._page = page
+        super().__init__(*words)
+
+    def do_GET(self) -> None:
+        """Send the page, unless it is asked for under another name than ours: a page elsewhere could let its own name
+        lead here.
+        """
         try:
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
         except ValueError:
             host = ""
-        if host in (getattr(self.server, "server_name", ""), "localhost") or _is_address(host):
-            return True
-        self.send_error(421, "this report is served under another name")
-        return False
+        if host not in (getattr(self.server, "server_name", ""), "localhost") and not _is_address(host):
+            self.send_error(421, "this report is served under another name")
+        elif self.path.partition("?")[0] not in ("/", "/index.html"):
+            self.send_error(404)
+        else:
+            content = self._page.read_bytes()
+            self.send_response(200)
+            headers = {"Content-Type": "text/html; charset=utf-8", "Content-Length": str(len(content))}
+            headers |= {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
 
-    def translate_path(self, path: str) -> str:
-        """Return the file asked for; for a file that is hidden or outside the folder, a path where there is nothing."""
-        root, found = Path(self.directory).resolve(), Path(super().translate_path(path)).resolve()
-        hidden = any(part.startswith(".") for part in found.parts[len(root.parts) :])
-        return str(found if found.is_relative_to(root) and not hidden else root / ".nothing")
-
-    def list_directory(self, path: object) -> None:
-        """Answer 404: folders are not listed."""
-        self.send_error(404)
-
-    def end_headers(self) -> None:
-        """Tell browsers to ask again each time, so that they show the newest report."""
-        self.send_header("Cache-Control", "no-cache")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        super().end_headers()
+    do_HEAD = do_GET
 
     def log_message(self, format: str, *words: object) -> None:
         """Write nothing: a line per request would bury the report's own lines."""
@@ -70,10 +71,10 @@ def address(words: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def make_server(folder: Path, place: tuple[str, int]) -> ThreadingHTTPServer:
+def make_server(page: Path, place: tuple[str, int]) -> ThreadingHTTPServer:
     """Return a server that listens but does not answer yet. Raises UserError (4) where it cannot listen."""
     try:
-        return ThreadingHTTPServer(place, partial(_Handler, directory=str(folder)))
+        return ThreadingHTTPServer(place, partial(_Handler, page))
     except OSError as error:
         reason = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
         raise UserError(
@@ -82,11 +83,11 @@ def make_server(folder: Path, place: tuple[str, int]) -> ThreadingHTTPServer:
         ) from None
 
 
-def serve(folder: Path, place: tuple[str, int]) -> None:
+def serve(page: Path, place: tuple[str, int]) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises as `make_server` does."""
-    with make_server(folder, place) as server:
+    with make_server(page, place) as server:
         signal.signal(signal.SIGTERM, _as_interrupt)
-        print(f"report: serving {folder} on http://{place[0]}:{server.server_address[1]}/ (Ctrl-C ends it)", flush=True)
+        print(f"report: serving {page} on http://{place[0]}:{server.server_address[1]}/ (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -53,40 +53,9 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def exact(value: float | None) -> str:
-    """Return a number that is the same at each repetition, such as a loss or an accuracy."""
-    return number(value, 4)
-
-
-def measured(spread: Spread | None, scale: float = 1.0, alone: int = 2) -> str:
-    """Return the median of measurements, times `scale`, in three digits at most, and none that their noise has eaten.
-
-    The last digit is the first one in which runs differ. Where none differs, in a single run for one, the noise is not
-    known: then it has `alone` digits.
-    """
-    if spread is None:
-        return ABSENT
-    return _to_place(spread.median * scale, _place(spread, scale, alone))
-
-
-def measured_range(spread: Spread, scale: float = 1.0) -> str:
-    """Return the lowest and the highest of several measurements, in two digits of what they are apart."""
-    apart = abs(spread.high - spread.low) * abs(scale)
-    place = math.floor(math.log10(apart)) - 1 if apart else _place(spread, scale, 2)
-    return f"{_to_place(spread.low * scale, place)} to {_to_place(spread.high * scale, place)}"
-
-
-def _place(spread: Spread, scale: float, alone: int) -> int:
-    """The power of ten of the last digit."""
-    value, apart = abs(spread.median * scale), abs(spread.high - spread.low) * abs(scale)
-    first = math.floor(math.log10(value)) if value else 0
-    if not apart:
-        return first - alone + 1
-    return min(max(first - 2, math.floor(math.log10(apart))), first)
-
-
-def _to_place(value: float, place: int) -> str:
-    return f"{round(value, -place):,.{max(0, -place)}f}"
+def spread_range(spread: Spread, scale: float = 1.0, digits: int = 3) -> str:
+    """Return the lowest and the highest of several measurements."""
+    return f"{number(spread.low * scale, digits)} to {number(spread.high * scale, digits)}"
 
 
 def duration(seconds: float | None) -> str:

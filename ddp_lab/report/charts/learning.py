@@ -1,4 +1,4 @@
-"""Learning curves of an experiment: over steps and over time, all layouts overlaid, with the spread over seeds."""
+"""Learning curves of an experiment: all layouts overlaid, with the spread over seeds."""
 
 from __future__ import annotations
 
@@ -19,8 +19,25 @@ _WIDE = 100
 _TITLES = {"train_loss": "Training loss", "test_loss": "Test loss", "test_accuracy": "Test accuracy"}
 
 
+def styles(families: Sequence[Family]) -> dict[str, int]:
+    """Return the number of the colour and dash of each layout, by label: the same in all charts of a report.
+
+    Number 0, close to the colour of text, is for single runs.
+    """
+    groups = {group.label: group for family in families for group in family.groups}
+    found: dict[str, int] = {}
+    following = 1
+    for label in sorted(groups, key=lambda label: groups[label].layout_order):
+        if label.startswith("single") and 0 not in found.values():
+            found[label] = 0
+        else:
+            found[label] = 1 + (following - 1) % 7
+            following += 1
+    return found
+
+
 def learning_plots(family: Family, style: Mapping[str, int]) -> list[Plot]:
-    """Return two plots for each quantity that a run has measured more than once: over steps and over time.
+    """Return a plot for each quantity that a run has measured more than once.
 
     `style` has the number of each layout's colour and dash.
     """
@@ -29,7 +46,7 @@ def learning_plots(family: Family, style: Mapping[str, int]) -> list[Plot]:
     plots = []
     for quantity in quantities:
         bands = [band for group in family.groups for band in _bands(family, group, quantity, style)]
-        plots += [_learning_plot(family, quantity, bands, by_time) for by_time in (False, True)]
+        plots.append(_learning_plot(family, quantity, bands))
     return plots
 
 
@@ -44,14 +61,11 @@ def learning_note(family: Family) -> str:
         )
     if any(item.tone == "good" for item in family.verdicts):
         parts.append(
-            "Over steps the layouts with exact reduction coincide to the bit, so their lines lie on one another, "
-            "drawn from wide to narrow; over time they part."
+            "Layouts with exact reduction coincide to the bit, so their lines lie on one another, drawn from wide to "
+            "narrow."
         )
     if any(run.status != "completed" and run.curves for run in family.runs):
         parts.append("A thin line that ends in a cross is a run that did not finish.")
-    parts.append(
-        "Time is wall time since the first step, evaluations and saves included, pauses before a resume left out."
-    )
     return " ".join(parts)
 
 
@@ -63,7 +77,6 @@ class _Band:
     style: int
     unfinished: bool
     steps: Sequence[float]
-    seconds: Sequence[float]
     values: Sequence[float]
     low: Sequence[float]
     high: Sequence[float]
@@ -90,14 +103,13 @@ def _bands(family: Family, group: Group, quantity: str, style: Mapping[str, int]
 
 def _band(label: str, style: int, unfinished: bool, curves: Sequence[Curve]) -> _Band:
     """The first curve with the range over all, at the steps that all have; without such steps, the first alone."""
-    points = [{step: point for step, *point in zip(it.steps, it.seconds, it.values, strict=True)} for it in curves]
+    points = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves]
     common = [step for step in curves[0].steps if all(step in curve for curve in points)]
     if not common:
         return _band(label, style, unfinished, curves[:1])
-    seconds = [statistics.median(curve[step][0] for curve in points) for step in common]
-    values = [[curve[step][1] for curve in points] for step in common]
+    values = [[curve[step] for curve in points] for step in common]
     first, low, high = ([pick(some) for some in values] for pick in (itemgetter(0), min, max))
-    return _Band(label, style, unfinished, common, seconds, first, low, high)
+    return _Band(label, style, unfinished, common, first, low, high)
 
 
 def _thinned(curve: Curve, scale: float) -> Curve:
@@ -105,54 +117,49 @@ def _thinned(curve: Curve, scale: float) -> Curve:
     count = len(curve.steps)
     width = -(-count // _MOST_POINTS)
     cuts = range(0, count, width)
-    last = [min(cut + width, count) - 1 for cut in cuts]
-    means = [scale * statistics.fmean(curve.values[cut : cut + width]) for cut in cuts]
-    return Curve([curve.steps[place] for place in last], [curve.seconds[place] for place in last], means)
+    steps = [curve.steps[min(cut + width, count) - 1] for cut in cuts]
+    return Curve(steps, [scale * statistics.fmean(curve.values[cut : cut + width]) for cut in cuts])
 
 
 @in_our_look
-def _learning_plot(family: Family, quantity: str, bands: Sequence[_Band], by_time: bool) -> Plot:
+def _learning_plot(family: Family, quantity: str, bands: Sequence[_Band]) -> Plot:
     title = _TITLES.get(quantity, quantity.replace("_", " ").capitalize())
-    place = "time" if by_time else "steps"
     share, loss = quantity.endswith("accuracy"), quantity.endswith("loss")
     axes = new_axes()
     for order, band in enumerate(bands):
-        x = band.seconds if by_time else band.steps
         look = series_look(band.style)
         if band.unfinished:
             look |= {"lw": 1.4, "marker": "x", "markevery": [-1], "ms": 7, "mew": 2}
         else:
             # From wide to narrow, so that lines which coincide all stay in sight.
             look |= {"lw": max(1.5, 4.2 - 0.9 * order)}
-        axes.plot(x, band.values, label=band.label, **look)
+        axes.plot(band.steps, band.values, label=band.label, **look)
         if band.spread:
-            axes.fill_between(x, band.low, band.high, color=look["color"], alpha=0.16, lw=0)
+            axes.fill_between(band.steps, band.low, band.high, color=look["color"], alpha=0.16, lw=0)
     heights = [value for band in bands for value in band.values]
     logarithmic = loss and min(heights) > 0 and max(heights) > _WIDE * min(heights)
     if logarithmic:
         make_logarithmic(axes)
     elif loss:
         axes.set_ylim(bottom=min(0.0, axes.dataLim.y0))
-    if not by_time:
-        axes.locator_params("x", integer=True)
+    axes.locator_params("x", integer=True)
     axes.set_xlim(left=0)
-    axes.set_xlabel("time in training (s)" if by_time else "step")
+    axes.set_xlabel("step")
     axes.set_title(title.lower() + (" (%)" if share else ""))
     caption = "The axis does not begin at zero." if share else "The axis is logarithmic." if logarithmic else ""
-    name = f"{family.anchor}-{slug(quantity)}-over-{place}"
-    return make_plot(name, f"{title} over {place}", caption, axes, _curve_table(axes.get_title("left"), bands))
+    name = f"{family.anchor}-{slug(quantity)}"
+    return make_plot(name, title, caption, axes, _curve_table(axes.get_title("left"), bands))
 
 
 def _curve_table(what: str, bands: Sequence[_Band]) -> Table:
     """One row per point and line, because the lines have their points at different steps."""
-    titles = ["step", "time in training (s)", what, "lowest", "highest"]
+    titles = ["step", what, "lowest", "highest"]
     rows = []
     for band in bands:
-        columns = (band.steps, band.seconds, band.values, band.low, band.high)
-        for step, seconds, value, low, high in zip(*columns, strict=True):
-            known = [figure(step, f"{step:.0f}"), figure(seconds, f"{seconds:.2f}"), figure(value, number(value, 4))]
+        for step, value, low, high in zip(band.steps, band.values, band.low, band.high, strict=True):
+            known = [figure(step, f"{step:.0f}"), figure(value, number(value, 4))]
             ends = (low, high) if band.spread else (None, None)
             rows.append([text(band.label), *known, *(figure(end, number(end, 4)) for end in ends)])
     if not any(band.spread for band in bands):
-        titles, rows = titles[:3], [row[:4] for row in rows]
+        titles, rows = titles[:2], [row[:3] for row in rows]
     return Table([Column("layout"), *(Column(title, True) for title in titles)], rows)

@@ -52,14 +52,6 @@ class Group:
         """Return the spread of a number that the completed runs have in their results."""
         return Spread.of(run.result(name) for run in self.completed)
 
-    def time_split(self) -> dict[str, float] | None:
-        """Return the mean seconds of a step by part, over the completed runs with the same parts as the newest."""
-        splits = [split for run in self.completed if (split := run.time_split())]
-        if not splits:
-            return None
-        alike = [split for split in splits if split.keys() == splits[-1].keys()]
-        return {part: sum(split[part] for split in alike) / len(alike) for part in splits[-1]}
-
 
 @dataclass(frozen=True)
 class SeedVerdict:
@@ -221,14 +213,3 @@ def _judge_one(runs: Sequence[Run]) -> SeedVerdict:
         other = next(record for record in exact if record["weights_sha256"] != exact[0]["weights_sha256"])
         tone = "warn" if fingerprint_differences(exact[0]["fingerprint"], other["fingerprint"]) else "bad"
     return SeedVerdict(runs[0].seed, text, tone)
-
-
-def digest_letters(runs: Iterable[Run]) -> dict[str, str]:
-    """Return a letter for each digest that several runs ended with, because letters are easier to compare."""
-    counts = Counter(run.record["weights_sha256"] for run in runs if run.record["weights_sha256"])
-    shared = [digest for digest, count in counts.items() if count > 1]
-    return {digest: _letter(index) for index, digest in enumerate(shared)}
-
-
-def _letter(index: int) -> str:
-    return chr(ord("A") + index % 26) + (str(index // 26) if index >= 26 else "")

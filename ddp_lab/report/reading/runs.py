@@ -20,21 +20,15 @@ from ddp_core.record.run_json import RecordedRun
 from ddp_core.record.weights import WEIGHTS, exchanged_weights
 from ddp_lab.report.values import finite
 
-STEP_PARTS = (
-    *("data", "forward", "backward", "exposed_communication", "optimizer", "checkpoint"),
-    *("forward_backward", "other"),
-)
-"""The parts of a step's time that a run can measure."""
 MOST_RECORDS = 5_000
 """More points than a chart can show; a run of millions of steps has so many records of each kind in memory, or half."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One quantity over a run: its value at each step, and after how many seconds of training it was measured."""
+    """One quantity over a run: its value at each step."""
 
     steps: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
 
@@ -117,12 +111,6 @@ class Run:
         known = [step for step in [*steps, self.result("steps")] if step is not None]
         return int(max(known)) if known else None
 
-    def time_split(self) -> dict[str, float] | None:
-        """Return the seconds of a mean step, by what they were spent on; None where the run has not measured it."""
-        recorded = self.record["result"].get("time_split")
-        parts = recorded if isinstance(recorded, dict) else {}
-        return {part: seconds for part in STEP_PARTS if (seconds := finite(parts.get(part)))} or None
-
 
 @dataclass(frozen=True)
 class BrokenRun:
@@ -176,8 +164,7 @@ def _read(path: Path, name: str, record: RecordedRun) -> Run:
     found: dict[str, Any] = {"shard": "none"} | dict(record["layout"])
     layout = Layout.model_validate({field: found[field] for field in Layout.model_fields})
     metrics, problem = _metrics(path / "metrics.jsonl")
-    samples = record["experiment"]["global_batch_size"]
-    drawn = curves(metrics, samples)
+    drawn = curves(metrics)
     status, wrong = _status(path, record), _weights_problem(path, record)
     return Run(path, name, record, layout, status, drawn, metrics, wrong, problem)
 
@@ -210,10 +197,7 @@ def _metrics(path: Path) -> tuple[list[dict[str, Any]], str | None]:
 
 
 def thinned(records: Iterable[dict[str, Any]], most: int = MOST_RECORDS) -> list[dict[str, Any]]:
-    """At most `most` records of each kind, evenly spread, and the last one of each, in their order; in constant memory.
-
-    All records that say where the run was resumed are kept: clocks need them.
-    """
+    """At most `most` records of each kind and the last one, evenly spread, in their order; in constant memory."""
     kept: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     last: dict[str, tuple[int, dict[str, Any]]] = {}
     every: dict[str, int] = {}
@@ -225,51 +209,25 @@ def thinned(records: Iterable[dict[str, Any]], most: int = MOST_RECORDS) -> list
         if seen[kind] % step == 0:
             chosen.append(last[kind])
         seen[kind] += 1
-        if len(chosen) > most and kind != "resume":
+        if len(chosen) > most:
             del chosen[1::2]
             every[kind] = 2 * step
     numbered = dict(pair for chosen in (*kept.values(), list(last.values())) for pair in chosen)
     return [numbered[number] for number in sorted(numbered)]
 
 
-def curves(records: list[dict[str, Any]], samples_per_step: float | None) -> dict[str, Curve]:
-    """Return the training loss and every evaluated quantity as curves.
-
-    Seconds count from the first step, without the pause before a resume. `samples_per_step` is the global batch.
-    """
+def curves(records: list[dict[str, Any]]) -> dict[str, Curve]:
+    """Return the training loss and every evaluated quantity as curves."""
     found: dict[str, Curve] = {}
-    for seconds, record in _clocked(records, samples_per_step):
+    for record in records:
         step = finite(record.get("step"))
         if step is None or record.get("kind") not in ("step", "evaluation"):
             continue
         for name, value in _quantities(record):
             curve = found.setdefault(name, Curve())
             curve.steps.append(step)
-            curve.seconds.append(seconds)
             curve.values.append(value)
     return found
-
-
-def _clocked(records: list[dict[str, Any]], samples_per_step: float | None) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Each record that has a time, with its seconds of training."""
-    start: float | None = None
-    last = 0.0
-    for record in records:
-        moment = finite(record.get("time"))
-        if moment is None:
-            continue
-        if start is None:
-            start = moment - _seconds_before(record, samples_per_step)
-        elif record.get("kind") == "resume":
-            start += moment - start - last
-        last = max(last, moment - start)
-        yield last, record
-
-
-def _seconds_before(record: dict[str, Any], samples_per_step: float | None) -> float:
-    """Seconds of the steps up to the first record, from their throughput, because their start is not recorded."""
-    speed, step = finite(record.get("samples_per_second")), finite(record.get("step"))
-    return step * samples_per_step / speed if speed and step and samples_per_step else 0.0
 
 
 def _quantities(record: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -13,34 +13,12 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from ddp_lab.report.charts.claims import claim_plots
-from ddp_lab.report.charts.layouts import layout_plots, styles
-from ddp_lab.report.charts.learning import learning_plots
+from ddp_lab.report.charts.learning import learning_plots, styles
 from ddp_lab.report.charts.plot import Plot
 from ddp_lab.report.reading.claims import Claim
 from ddp_lab.report.reading.families import find_families
 from ddp_lab.report.reading.runs import read_runs
-from tests.lab.report.files import claim, ddp, dp, single, write_run
-
-
-def test_without_a_single_run_there_is_no_speed_up(tmp_path: Path) -> None:
-    write_run(tmp_path, ddp(2))
-    write_run(tmp_path, dp(2))
-    family = find_families(read_runs(tmp_path).runs)[0]
-    names = [plot.title for plot in layout_plots(family, styles([family]))]
-    assert names == ["Throughput", "Where a step's time goes"]
-
-
-def test_a_measured_split_is_shown_part_by_part(tmp_path: Path) -> None:
-    split = {"data": 0.001, "forward": 0.01, "backward": 0.02, "exposed_communication": 0.005, "optimizer": 0.002}
-    write_run(tmp_path, single(), result={"time_split": split | {"exposed_communication": 0.0}})
-    write_run(tmp_path, ddp(2), result={"time_split": split})
-    family = find_families(read_runs(tmp_path).runs)[0]
-    plot = layout_plots(family, styles([family]))[-1]
-    assert [entry.get_text() for entry in plot.figure.legends[0].get_texts()] == [
-        *("waiting for data", "forward", "backward", "exposed communication", "optimizer"),
-    ]
-    assert [cell.order for cell in plot.table.rows[1][1:]] == pytest.approx([1, 10, 20, 5, 2])
-    assert plot.table.rows[0][4].order is None
+from tests.lab.report.files import claim, ddp, single, write_run
 
 
 def test_lines_are_one_seed_and_bands_reach_over_all(tmp_path: Path) -> None:
@@ -50,13 +28,9 @@ def test_lines_are_one_seed_and_bands_reach_over_all(tmp_path: Path) -> None:
     family = find_families(read_runs(tmp_path).runs)[0]
     assert family.common_seed == 1
     plots = {plot.name: plot for plot in learning_plots(family, styles([family]))}
-    assert set(plots) == {
-        f"digits-{name}-over-{place}"
-        for name in ("train-loss", "test-loss", "test-accuracy")
-        for place in ("steps", "time")
-    }
-    first = plots["digits-test-loss-over-steps"].table.rows[0]
-    assert [cell.order for cell in first[3:]] == pytest.approx([1 / 6, 1 / 7, 1 / 5])
+    assert set(plots) == {f"digits-{name}" for name in ("train-loss", "test-loss", "test-accuracy")}
+    first = plots["digits-test-loss"].table.rows[0]
+    assert [cell.order for cell in first[2:]] == pytest.approx([1 / 6, 1 / 7, 1 / 5])
 
 
 def drawn(values: list[float] | list[str], *lines: str, **axis: Any) -> Plot:
@@ -117,26 +91,12 @@ def test_the_overlap_of_labels_would_be_seen() -> None:
     assert ("long words", "that have no room") in overlaps(figure)
 
 
-@pytest.mark.slow
-def test_layouts_with_long_names_have_room(tmp_path: Path) -> None:
-    for layout in (single(), dp(2), ddp(2), ddp(4)):
-        path = write_run(tmp_path, layout)
-        write_run(tmp_path, layout, reduction="plain", speed=990)
-    record = json.loads((path / "run.json").read_text())
-    record["options"] |= {"workers": 2, "backend": "gloo"}
-    (path / "run.json").write_text(json.dumps(record))
-    family = find_families(read_runs(tmp_path).runs)[0]
-    plots = {plot.title: plot for plot in layout_plots(family, styles([family]))}
-    for title, plot in plots.items():
-        assert overlaps(plot.figure) == [], title
-
-
 def test_a_logarithmic_axis_is_labelled_with_numbers(tmp_path: Path) -> None:
     path = write_run(tmp_path, single())
     losses = [{"kind": "step", "time": 1000.0 + step, "step": step, "loss": 10.0 ** (2 - step)} for step in range(6)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in losses))
     (family,) = find_families(read_runs(tmp_path).runs)
-    plot = next(plot for plot in learning_plots(family, {"single-cpu": 0}) if plot.name.endswith("loss-over-steps"))
+    plot = next(plot for plot in learning_plots(family, {"single-cpu": 0}) if plot.name.endswith("loss"))
     assert "The axis is logarithmic." in plot.caption
     assert "mathdefault" not in plot.svg
     assert ">0.01</text>" in plot.svg.replace("\n", "")

@@ -40,17 +40,14 @@ def test_the_users_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """The address of a server and the folder it serves, with secrets inside and beside the folder."""
-    folder = tmp_path / "report"
-    (folder / "plots").mkdir(parents=True)
-    (folder / "index.html").write_text("the page")
-    (folder / ".hidden").write_text("secret")
+    """The address of a server, and the page that it serves."""
+    page = tmp_path / "index.html"
+    page.write_text("the page")
     (tmp_path / "secret.txt").write_text("secret")
-    (folder / "link.txt").symlink_to(tmp_path / "secret.txt")
-    with make_server(folder, ("127.0.0.1", 0)) as server:
+    with make_server(page, ("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", folder
+        yield f"http://127.0.0.1:{server.server_address[1]}", page
         server.shutdown()
         thread.join(HANG)
 
@@ -65,12 +62,15 @@ def _fetch(url: str, method: str = "GET", host: str | None = None) -> tuple[int,
         return error.code, ""
 
 
-def test_the_server_shows_the_folder_and_nothing_else(site: tuple[str, Path]) -> None:
-    url, _ = site
+def test_the_server_shows_the_page_and_nothing_else(site: tuple[str, Path]) -> None:
+    url, page = site
     assert _fetch(f"{url}/") == (200, "the page")
-    for path in ("plots/", "link.txt", ".hidden", "../secret.txt", "%2e%2e/secret.txt", "none.html"):
+    assert _fetch(f"{url}/index.html?x", "HEAD") == (200, "")
+    for path in ("secret.txt", "../secret.txt", "%2e%2e/secret.txt", "none.html"):
         assert _fetch(f"{url}/{path}")[0] == 404, path
     assert _fetch(f"{url}/index.html", "POST")[0] == 501
+    page.write_text("the newest")
+    assert _fetch(f"{url}/") == (200, "the newest")
 
 
 def test_a_page_elsewhere_cannot_lead_its_own_name_here(site: tuple[str, Path]) -> None:
@@ -82,9 +82,9 @@ def test_a_page_elsewhere_cannot_lead_its_own_name_here(site: tuple[str, Path]) 
 
 
 def test_a_port_in_use_is_said(site: tuple[str, Path]) -> None:
-    url, folder = site
+    url, page = site
     with pytest.raises(UserError, match="the port is in use") as caught:
-        make_server(folder, ("127.0.0.1", int(url.rpartition(":")[2])))
+        make_server(page, ("127.0.0.1", int(url.rpartition(":")[2])))
     assert caught.value.exit_code == ExitCode.RESOURCES
 
 

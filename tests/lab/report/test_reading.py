@@ -94,19 +94,18 @@ def test_of_many_records_some_of_each_kind_are_kept(count: int) -> None:
         assert len({after - before for before, after in itertools.pairwise(steps[:-1])}) <= 1, "evenly spread"
 
 
-def test_the_clock_begins_before_the_first_record_and_skips_pauses() -> None:
+def test_a_curve_is_of_the_loss_and_of_each_figure_that_was_evaluated() -> None:
     records = [
-        {"kind": "step", "time": 102.0, "step": 10, "loss": 1.0, "samples_per_second": 50.0},
-        {"kind": "step", "time": 104.0, "step": 20, "loss": 0.5},
-        {"kind": "resume", "time": 9000.0, "step": 20},
-        {"kind": "step", "time": 9003.0, "step": 30, "loss": 0.25},
-        {"kind": "evaluation", "time": 9004.0, "step": 30, "test_loss": 0.5, "note": "x"},
+        {"kind": "step", "time": 102.0, "step": 10, "loss": 1.0},
+        {"kind": "resume", "time": 9000.0, "step": 10},
+        {"kind": "step", "time": 9003.0, "step": 20, "loss": 0.25},
+        {"kind": "evaluation", "time": 9004.0, "step": 20, "test_loss": 0.5, "note": "x"},
     ]
-    found = curves(records, 10.0)
-    assert found["train_loss"].seconds == [2.0, 4.0, 7.0]
-    assert found["train_loss"].steps == [10, 20, 30]
-    assert found["test_loss"].seconds == [8.0]
-    assert set(found) == {"train_loss", "test_loss"}
+    found = curves(records)
+    assert {name: (curve.steps, curve.values) for name, curve in found.items()} == {
+        "train_loss": ([10, 20], [1.0, 0.25]),
+        "test_loss": ([20], [0.5]),
+    }
 
 
 def test_families_are_one_experiment_over_seeds_and_layouts(tmp_path: Path) -> None:
@@ -164,8 +163,8 @@ def test_speed_up_is_against_the_single_runs_median(tmp_path: Path) -> None:
     table = comparison_table(family)
     row = {column.title: cell.text for column, cell in zip(table.columns, table.rows[1], strict=True)}
     assert row["layout"] == "ddp-1x2-cpu"
-    assert row["speed-up"] == "1.5×"  # noqa: RUF001
-    assert row["efficiency"] == "75 %"
+    assert row["speed-up"] == "1.50×"  # noqa: RUF001
+    assert row["efficiency"] == "75.0 %"
     assert (table.rows[0][3].text, table.rows[0][3].note) == ("1,000", "900 to 1,300")
     assert table.rows[2][2].text == "0 of 1"
 

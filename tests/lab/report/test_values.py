@@ -29,8 +29,3 @@ def test_numbers_have_three_digits(number: float | None, shown: str) -> None:
 )
 def test_durations(seconds: float, shown: str) -> None:
     assert values.duration(seconds) == shown
-
-
-def test_equal_figures_are_written_alike_however_many_runs_have_them() -> None:
-    shown = {values.measured(values.Spread.of([0.0087766] * count), alone=4) for count in (1, 2, 3)}
-    assert shown == {"0.008777"}
