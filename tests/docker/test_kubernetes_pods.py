@@ -10,13 +10,13 @@ from typing import Any
 
 import docker
 import pytest
-import yaml
 from docker.models.containers import Container
 
 from ddp_core.record.directory import find_runs
 from tests.docker.pods import Pods, create
 from tests.docker.test_confinement import eventually
-from tests.support.commands import command, train
+from tests.house.kubernetes_files import documents, pod_spec
+from tests.support.commands import train
 from tests.support.processes import HANG
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
@@ -34,21 +34,25 @@ def output(tmp_path: Path) -> Path:
     return folder
 
 
-def printed(*words: str) -> str:
-    """What the generator prints."""
-    ended = command(*words, program=["-m", "ddp_lab.kubernetes"])
-    assert ended.code == 0, ended.errors
-    return ended.output
+def edited(file: str, image: str, words: list[str], ranks: int = 2) -> list[dict[str, Any]]:
+    """What a file says, edited as its page tells: another image, and other words of `ddp train`."""
+    found = documents(file)
+    (container,) = pod_spec(found)["containers"]
+    container["image"] = image
+    args = container["args"]
+    if "auto" in args:
+        args[args.index("--nproc-per-node") + 1] = str(ranks)
+        args[args.index("auto") + 1 :] = words
+    return found
 
 
 @pytest.fixture
 def prepare(image: str, engine: docker.DockerClient, output: Path) -> Iterator[Start]:
-    """A function that makes the pods of what the generator prints for these words."""
+    """A function that makes the pods of a file that trains with these further words."""
     made: list[Pods] = []
 
-    def make(*words: str) -> Pods:
-        documents = list(yaml.safe_load_all(printed("--image", image, *words, *WORDS)))
-        made.append(Pods(engine, documents, secrets.token_hex(8), output))
+    def make(file: str, *words: str, ranks: int = 2) -> Pods:
+        made.append(Pods(engine, edited(file, image, [*WORDS, *words], ranks), secrets.token_hex(8), output))
         return made[-1]
 
     yield make
@@ -82,7 +86,7 @@ def record_in(output: Path) -> dict[str, Any]:
 def test_the_pods_are_one_training_with_the_weights_of_one_process(
     prepare: Start, output: Path, single: str, kind: str
 ) -> None:
-    pods = prepare("--kind", kind)
+    pods = prepare(kind)
     # The first pod may begin last.
     nodes = [pods.start(index) for index in reversed(range(pods.count))]
     assert ends(*nodes) == [0, 0], said(*nodes)
@@ -91,12 +95,12 @@ def test_the_pods_are_one_training_with_the_weights_of_one_process(
 
 
 # Each step of rank 0 takes 0.2 s longer, so that there is time to break something.
-SLOWLY = ["--kind", "job", "--nproc-per-node", "1", "--fault", "slow@1"]
+SLOWLY = ["--fault", "slow@1"]
 
 
 def begin(prepare: Start, output: Path) -> tuple[Pods, list[Container]]:
     """Start all pods of a slow training, and wait for the first checkpoint."""
-    pods = prepare(*SLOWLY)
+    pods = prepare("job", *SLOWLY, ranks=1)
     nodes = [pods.start(index) for index in range(pods.count)]
     eventually(lambda: any(output.glob("*/*/checkpoints/latest.json")), HANG)
     return pods, nodes
@@ -149,7 +153,7 @@ def test_the_first_pod_is_killed_and_both_go_on_as_replacements(prepare: Start, 
 
 
 def test_a_mistake_ends_with_2_which_fails_the_job(prepare: Start) -> None:
-    node = prepare("--kind", "job", "--set", "nonsense=1").start(0)
+    node = prepare("job", "--set", "nonsense=1").start(0)
     assert ends(node) == [2]
     assert "nonsense" in said(node)
 
@@ -158,7 +162,7 @@ def test_the_reader_serves_the_report_on_what_is_in_the_claim(
     image: str, engine: docker.DockerClient, output: Path
 ) -> None:
     train(output, "toy_mlp", "--device", "cpu")
-    (pod,) = yaml.safe_load_all(printed("--kind", "reader", "--image", image, "toy_mlp"))
+    (pod,) = edited("reader", image, [])
     container = create(engine, pod["spec"], output, pod["metadata"]["name"], {})
     try:
         container.start()

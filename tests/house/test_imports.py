@@ -39,7 +39,7 @@ FLOORS = [
 LAB_FLOORS = [
     ["ddp_lab.options", "ddp_lab.records"],
     [
-        *("ddp_lab.claims.framework", "ddp_lab.kubernetes", "ddp_lab.launch_files", "ddp_lab.probe"),
+        *("ddp_lab.claims.framework", "ddp_lab.launch_files", "ddp_lab.probe"),
         "ddp_lab.report.values",
     ],
     ["ddp_lab.claims.measuring", "ddp_lab.cluster", "ddp_lab.report.reading"],

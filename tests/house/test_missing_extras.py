@@ -124,7 +124,6 @@ WORK = [
     (DDP, ["doctor", "mine.py"]),
     (DDP, ["verify", "RUN"]),
     (DDP, ["launch-files", "slurm"]),
-    ("ddp_lab.kubernetes.__main__", ["mine.py"]),
 ]
 NEED = [
     *(("digits", (DDP, [word, "digits"])) for word in ("train", "rehearse")),

@@ -56,7 +56,7 @@ ELSEWHERE = {
     "sbatch launch/slurm/task-per-node.sbatch digits": SLURM,
     "srun --ntasks 6 ddp train digits": SLURM,
     "docker stack deploy --resolve-image never --compose-file launch/swarm/stack.yaml ddp": SWARM,
-    "python -m ddp_lab.kubernetes --nnodes 2 digits": "tests/lab/kubernetes/test_manifests.py",
+    "kubectl apply -f launch/kubernetes/job.yaml": "tests/docker/test_kubernetes_pods.py",
     "ddp data fetch fashion_mnist": "tests/core/data/test_data_fetch.py",
     "ddp data fetch cifar10": "tests/core/data/test_data_fetch.py",
 }

@@ -1,19 +1,17 @@
-"""The pages about Kubernetes and clouds hold: what they print is made, and their commands train on two nodes."""
+"""The pages about Kubernetes and clouds hold: what they name is there, and their commands train on two nodes."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from ddp_lab.kubernetes.__main__ import main
 from tests.house.conftest import settings
-from tests.lab.kubernetes.files import FOLDER, run
+from tests.house.kubernetes_files import FOLDER
 from tests.support.commands import ROOT, trained
 from tests.support.pages import Started, blocks
 from tests.support.processes import free_port
@@ -21,31 +19,10 @@ from tests.support.processes import free_port
 HOW_TO = ROOT / "docs" / "how-to"
 KUBERNETES = (HOW_TO / "run-on-kubernetes.md").read_text()
 CLOUD = (HOW_TO / "run-on-several-machines.md").read_text().partition("\n## On a cloud\n")[2]
-GENERATOR = "python -m ddp_lab.kubernetes "
-
-
-def made() -> dict[str, str]:
-    """The files that the page has its reader make, and what is in them."""
-    lines = [line for block in blocks(KUBERNETES) if block.kind == "console" for line in block.lines]
-    assert lines
-    files = {}
-    for line in lines:
-        assert line.startswith(GENERATOR), "a command that nothing runs"
-        command, _, file = line.removeprefix(GENERATOR).partition(" >")
-        if file:
-            printed = run(*shlex.split(command))
-            assert printed.code == 0, printed.errors
-            files[file] = printed.output
-    return files
-
-
-def test_the_page_on_kubernetes_makes_each_kind_of_file() -> None:
-    kinds = {document["kind"] for text in made().values() for document in yaml.safe_load_all(text)}
-    assert kinds >= {"Job", "JobSet", "TrainJob", "TrainingRuntime", "Pod", "Service", "NetworkPolicy"}
 
 
 def test_kubectl_is_told_of_files_and_names_that_are_there() -> None:
-    files = made()
+    files = {file.name: file.read_text() for file in FOLDER.glob("*.yaml")}
     names = {document["metadata"]["name"] for text in files.values() for document in yaml.safe_load_all(text)}
     lines = [line for block in blocks(KUBERNETES) if block.kind == "bash" for line in block.lines]
     said = "\n".join(line for line in lines if line.startswith("kubectl"))
@@ -56,16 +33,8 @@ def test_kubectl_is_told_of_files_and_names_that_are_there() -> None:
     assert set(re.findall(r"--selector ([^=\s]+)=", said)) <= set(re.findall(r"matchLabels: {([^:]+):", str(files)))
 
 
-def test_every_option_of_the_generator_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    options = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
-    assert len(options) > 10
-    assert {option for option in options if option not in KUBERNETES} == set()
-
-
 def test_the_files_that_the_page_speaks_of_are_there() -> None:
-    assert {file.name for file in FOLDER.glob("*.yaml")} >= {"job.yaml", "jobset.yaml", "trainjob.yaml"}
+    assert set(re.findall(r"`([a-z-]+\.yaml)`", KUBERNETES)) == {file.name for file in FOLDER.glob("*.yaml")}
 
 
 @pytest.mark.slow

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.lab.kubernetes.files import JOBS, VARIANTS, documents, job_spec
+from tests.house.kubernetes_files import FILES, documents, job_spec
 
-each_variant = pytest.mark.parametrize("words", VARIANTS.values(), ids=VARIANTS.keys())
+each_file = pytest.mark.parametrize("name", FILES)
 OLDEST = (1, 27)
 
 
@@ -36,11 +36,11 @@ def models() -> dict[str, Any]:
 
 
 @pytest.mark.extras("kubernetes_validate")
-@each_variant
-def test_kubernetes_schemas_take_every_part(words: list[str]) -> None:
-    found = documents(*words)
+@each_file
+def test_kubernetes_schemas_take_every_part(name: str) -> None:
+    found = documents(name)
     parts = [document for document in found if not document["apiVersion"].startswith(("jobset", "trainer"))]
-    if "reader" not in words:
+    if name != "reader":
         # The job that JobSet or Kubeflow makes is one of Kubernetes' own.
         parts.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": job_spec(found)})
     assert parts
@@ -51,7 +51,7 @@ def test_kubernetes_schemas_take_every_part(words: list[str]) -> None:
 def test_kubernetes_schemas_find_a_misspelt_key() -> None:
     from kubernetes_validate import ValidationError
 
-    spec = job_spec(documents("digits"))
+    spec = job_spec(documents("job"))
     pod = spec["template"]["spec"]
     pod["terminationGracePeriodSecond"] = pod.pop("terminationGracePeriodSeconds")
     with pytest.raises(ValidationError, match="terminationGracePeriodSecond"):
@@ -65,17 +65,17 @@ def lost(document: dict[str, Any]) -> bool:
 
 
 @pytest.mark.extras("kubeflow_trainer_api")
-@each_variant
-def test_nothing_is_lost_in_kubeflows_models(words: list[str]) -> None:
-    mine = [document for document in documents(*words) if document["kind"] in models()]
-    assert len(mine) == {"jobset": 1, "trainjob": 2}.get(words[1], 0)
+@each_file
+def test_nothing_is_lost_in_kubeflows_models(name: str) -> None:
+    mine = [document for document in documents(name) if document["kind"] in models()]
+    assert len(mine) == {"jobset": 1, "trainjob": 2}.get(name, 0)
     assert not any(lost(document) for document in mine)
 
 
 @pytest.mark.extras("kubeflow_trainer_api")
-@pytest.mark.parametrize("kind", [kind for kind in JOBS if kind != "job"])
-def test_kubeflows_models_lose_a_misspelt_key_and_refuse_a_wrong_type(kind: str) -> None:
-    (document, *_) = documents("--kind", kind, "digits")
+@pytest.mark.parametrize("name", ["jobset", "trainjob"])
+def test_kubeflows_models_lose_a_misspelt_key_and_refuse_a_wrong_type(name: str) -> None:
+    (document, *_) = documents(name)
     spec = job_spec([document])
     spec["podFailurePolicy"]["rules"][0]["actoin"] = "FailJob"
     assert lost(document)

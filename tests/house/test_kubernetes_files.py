@@ -1,0 +1,148 @@
+"""The files for Kubernetes: confined as compose.yaml is, and true to the exit codes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.house.kubernetes_files import FILES, FOLDER, JOBS, documents, job_spec, pod_spec
+
+ROOT = FOLDER.parents[1]
+each_file = pytest.mark.parametrize("name", FILES)
+each_job = pytest.mark.parametrize("name", JOBS)
+
+
+def job_name(file: str) -> str:
+    return "resnet18-synthetic" if file == "job-gpu" else "digits"
+
+
+@each_file
+def test_a_pod_is_confined_as_in_compose(name: str) -> None:
+    compose = yaml.safe_load((ROOT / "compose.yaml").read_text())["x-confined"]
+    spec = pod_spec(documents(name))
+    (container,) = spec["containers"]
+    pod, confined = spec["securityContext"], container["securityContext"]
+    assert (compose["read_only"], compose["security_opt"]) == (True, ["no-new-privileges:true"])
+    assert (confined["readOnlyRootFilesystem"], confined["allowPrivilegeEscalation"]) == (True, False)
+    assert confined["capabilities"] == {"drop": compose["cap_drop"]}
+    assert pod["runAsNonRoot"] is True
+    assert pod["runAsUser"] == pod["fsGroup"] == 10001
+    assert pod["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert (spec["automountServiceAccountToken"], spec["enableServiceLinks"]) == (False, False)
+    assert not {"hostNetwork", "hostPID", "hostIPC", "serviceAccountName"} & set(spec)
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounted.keys() == {volume["name"] for volume in spec["volumes"]}
+    assert mounted["tmp"] == compose["tmpfs"]
+    assert not [volume for volume in spec["volumes"] if "hostPath" in volume]
+
+
+@each_job
+def test_a_pod_has_room_and_time(name: str) -> None:
+    compose = yaml.safe_load((ROOT / "compose.yaml").read_text())["x-train"]
+    spec = pod_spec(documents(name))
+    assert spec["terminationGracePeriodSeconds"] >= int(compose["stop_grace_period"].removesuffix("s"))
+    (shm,) = [volume["emptyDir"] for volume in spec["volumes"] if volume["name"] == "shm"]
+    assert shm == {"medium": "Memory", "sizeLimit": "1Gi"}
+    assert compose["shm_size"] == "1gb"
+
+
+@each_job
+def test_exit_codes_mean_what_their_page_says(name: str) -> None:
+    page = (ROOT / "docs" / "reference" / "exit-codes.md").read_text()
+    again = {int(code): verdict for code, verdict in re.findall(r"^\| (\d+) \|.*\| ([^|]*) \|$", page, re.MULTILINE)}
+    spec = job_spec(documents(name))
+    assert spec["template"]["spec"]["restartPolicy"] == "Never", "Kubernetes' condition for a podFailurePolicy"
+    by_code: dict[str, set[int]] = {}
+    for rule in spec["podFailurePolicy"]["rules"]:
+        assert rule["action"] in {"FailJob", "FailIndex", "Ignore", "Count"}
+        assert bool(rule.get("onExitCodes")) != bool(rule["onPodConditions"]), "Kubernetes wants one of the two"
+        if codes := rule.get("onExitCodes"):
+            assert codes["operator"] == "In"
+            assert codes["containerName"] == spec["template"]["spec"]["containers"][0]["name"]
+            assert codes["values"] == sorted(set(codes["values"])), "Kubernetes takes them in this order only"
+            by_code[rule["action"]] = set(codes["values"])
+    # `ddp train` never ends with 1, and nobody presses Ctrl-C in a pod.
+    never = {0, 1, 130}
+    assert by_code == {
+        "FailJob": {code for code, verdict in again.items() if verdict.startswith("no")} - never,
+        "Ignore": {code for code, verdict in again.items() if verdict.startswith("yes")} - never,
+    }
+
+
+ENUMERATIONS = {
+    "restartPolicy": {"Never"},
+    "completionMode": {"Indexed"},
+    "imagePullPolicy": {"IfNotPresent"},
+    "fsGroupChangePolicy": {"OnRootMismatch"},
+    "medium": {"Memory"},
+    "effect": {"NoExecute"},
+    "accessModes": {"ReadWriteMany", "ReadWriteOnce"},
+    "policyTypes": {"Ingress", "Egress"},
+    "protocol": {"TCP", "UDP"},
+    "clusterIP": {"None"},
+}
+"""Words that a schema may call mere strings, and of which Kubernetes knows a few only."""
+
+
+def values(part: Any, key: str) -> list[str]:
+    """All values of this key, however deep they stand."""
+    if isinstance(part, list):
+        return [value for item in part for value in values(item, key)]
+    if not isinstance(part, dict):
+        return []
+    here = part.get(key, [])
+    return [*(here if isinstance(here, list) else [here]), *(v for item in part.values() for v in values(item, key))]
+
+
+@each_file
+def test_words_of_which_kubernetes_knows_a_few_are_among_them(name: str) -> None:
+    found = documents(name)
+    for key, known in ENUMERATIONS.items():
+        assert set(values(found, key)) <= known, key
+
+
+@each_job
+def test_only_pods_of_the_job_reach_each_other(name: str) -> None:
+    label = "batch.kubernetes.io/job-name" if name in ("job", "job-gpu") else "jobset.sigs.k8s.io/jobset-name"
+    own = {"podSelector": {"matchLabels": {label: job_name(name)}}}
+    parts = {part["kind"]: part["spec"] for part in documents(name)}
+    policy = parts["NetworkPolicy"]
+    assert policy["podSelector"] == own["podSelector"]
+    assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
+    (ingress,) = policy["ingress"]
+    to_own, to_name_servers = policy["egress"]
+    assert (ingress["from"], to_own["to"]) == ([own], [own])
+    assert {port["port"] for port in to_name_servers["ports"]} == {53, 5353}
+
+
+@each_job
+def test_pods_find_the_first_one_and_agree_on_an_id(name: str) -> None:
+    found = documents(name)
+    (container,) = pod_spec(found)["containers"]
+    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert "--rdzv-id $(JOB_UID)" in " ".join(container["args"])
+    assert (job_spec(found)["completions"], job_spec(found)["parallelism"]) == (2, 2)
+    if name == "trainjob":
+        # Kubeflow refuses a TrainJob that sets these itself.
+        assert not [name for name in variables if name.startswith("PET_")]
+        (trainer,) = [part["spec"]["trainer"] for part in found if part["kind"] == "TrainJob"]
+        assert trainer == {"numNodes": 2, "numProcPerNode": 2}
+    else:
+        first = "node-0-0" if name == "jobset" else "0"
+        host = f"{job_name(name)}-{first}.{job_name(name)}"
+        assert (variables["PET_NNODES"], variables["PET_MASTER_ADDR"]) == ("2", host)
+
+
+def test_gpus_are_asked_for_by_their_number() -> None:
+    (container,) = pod_spec(documents("job-gpu"))["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    assert "--device cuda --nproc-per-node 8" in " ".join(container["args"])
+    (container,) = pod_spec(documents("job"))["containers"]
+    assert "nvidia.com/gpu" not in str(container)
+
+
+def test_several_pods_write_to_a_claim_that_all_machines_can_write_to() -> None:
+    assert {name: values(documents(name), "accessModes") for name in JOBS} == {name: ["ReadWriteMany"] for name in JOBS}
