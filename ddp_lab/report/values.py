@@ -70,13 +70,6 @@ def duration(seconds: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def size(count: float | None) -> str:
-    """Return bytes as MB or GB (powers of ten)."""
-    if count is None:
-        return ABSENT
-    return f"{number(count / 1e6)} MB" if count < 1e9 else f"{number(count / 1e9)} GB"
-
-
 def moment(stamp: str | None) -> str:
     """Return an ISO time as date, hour and minute."""
     return stamp.replace("T", " ").removesuffix("Z")[:16] if stamp else ABSENT

@@ -12,10 +12,10 @@ from typing import Any
 
 from ddp_lab.chaos.containers import BreakableContainers
 from ddp_lab.chaos.drill import Drill
-from ddp_lab.chaos.processes import WORKER
 from ddp_lab.chaos.watch import Progress, Words
 from ddp_lab.cluster.cluster import Spec
 from ddp_lab.cluster.verdict import NodeResult, Verdict, judge
+from tests.faults.launches import RANK
 from tests.support.commands import ROOT
 
 QUIET: dict[str, object] = {"faults": [], "timeout": 6, "checkpoint_every": 10, "paced": False}
@@ -86,7 +86,7 @@ class Nodes:
     def workers(self, name: str) -> set[int]:
         """The process ids of a node's workers, as this machine counts them."""
         rows = self.cluster.container(name).top(ps_args="-eo pid,comm")["Processes"]
-        return {int(pid) for pid, comm in rows if comm.startswith(WORKER)}
+        return {int(pid) for pid, comm in rows if comm.startswith(RANK)}
 
 
 Start = Callable[..., Nodes]
