@@ -19,11 +19,11 @@ from ddp_core.cli.entry import asked_by
 from ddp_core.cli.prepare import load_with_settings
 from ddp_core.numerics.limits import portable_refused_by, rules_of
 from ddp_core.record.directory import RunDirectory
-from ddp_lab.cluster.cluster import Backend, Cluster, Spec
+from ddp_lab.cluster.cluster import Backend, Spec, wait_for
 from ddp_lab.cluster.local import LocalBackend
 from ddp_lab.cluster.published_run import beside_published
 from ddp_lab.cluster.runs import Planned, find_baseline, find_launched, settings_of
-from ddp_lab.cluster.verdict import Verdict
+from ddp_lab.cluster.verdict import Verdict, judge
 from ddp_lab.options import Parser
 from ddp_lab.probe.published import published
 
@@ -152,16 +152,18 @@ def launch(spec: Spec, backend: Backend) -> Verdict:
         with _printing:
             print(f"{node} | {line}", flush=True)
 
-    with Cluster(spec, backend) as cluster:
+    try:
         try:
-            cluster.start()
-            cluster.logs(write)
-            results = cluster.wait()
+            backend.start(spec)
+            backend.follow(write)
+            results = wait_for(backend)
         except KeyboardInterrupt:
             say("stopping: the nodes finish their step and save (again Ctrl-C ends them at once)")
             backend.terminate()
-            results = cluster.wait()
-        verdict = cluster.judge(results)
+            results = wait_for(backend)
+    finally:
+        backend.stop()
+    verdict = judge(results)
     for line in verdict.lines:
         say(line)
     return verdict

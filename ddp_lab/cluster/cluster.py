@@ -1,4 +1,4 @@
-"""A cluster from start to verdict, whatever its nodes are made of."""
+"""What a cluster is asked to be, and the wait for its end, whatever its nodes are made of."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Protocol
 
-from ddp_lab.cluster.verdict import NodeResult, Verdict, judge
+from ddp_lab.cluster.verdict import NodeResult
 
 Write = Callable[[str, str], None]
 """Called with a node's name and one line of its output, from any thread."""
@@ -56,63 +55,28 @@ class Backend(Protocol):
         """End whatever is still there, and leave nothing behind."""
 
 
-class Cluster:
-    """One launch: a context manager that stops everything when it is left."""
+def wait_for(
+    backend: Backend, *, patience: float = 120, deadline: float | None = None, poll: float = 0.2
+) -> list[NodeResult]:
+    """Wait for every node; returns how each ended.
 
-    def __init__(self, spec: Spec, backend: Backend, *, poll: float = 0.2) -> None:
-        self.spec = spec
-        self.backend = backend
-        self._poll = poll
-
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Start all nodes. Raises UserError where they cannot be started."""
-        self.backend.start(self.spec)
-
-    def nodes(self) -> list[str]:
-        """The names of the nodes."""
-        return self.backend.nodes()
-
-    def logs(self, write: Write) -> None:
-        """Follow every node's output."""
-        self.backend.follow(write)
-
-    def wait(self, *, patience: float = 120, deadline: float | None = None) -> list[NodeResult]:
-        """Wait for every node; returns how each ended.
-
-        Once a node has failed the others get `patience` seconds to notice; `deadline` seconds bound the whole. Then
-        SIGTERM goes to all, and what does not obey within another `patience` seconds is killed.
-        """
-        started, failed_at, asked_at = time.monotonic(), None, None
-        while True:
-            results, now = self.backend.results(), time.monotonic()
-            if len(results) == len(self.backend.nodes()):
-                return [results[name] for name in self.backend.nodes()]
-            if failed_at is None and any(result.exit_code != 0 for result in results.values()):
-                failed_at = now
-            overdue = (failed_at is not None and now - failed_at > patience) or (
-                deadline is not None and now - started > deadline
-            )
-            if asked_at is None and overdue:
-                asked_at = now
-                self.backend.terminate()
-            elif asked_at is not None and now - asked_at > patience:
-                self.backend.stop()
-                return [results.get(name, NodeResult(name, 137)) for name in self.backend.nodes()]
-            time.sleep(self._poll)
-
-    @staticmethod
-    def judge(results: list[NodeResult]) -> Verdict:
-        """The cluster's exit code: 0 only when every node's is."""
-        return judge(results)
-
-    def stop(self) -> None:
-        """End whatever of the launch is left."""
-        self.backend.stop()
+    Once a node has failed the others get `patience` seconds to notice; `deadline` seconds bound the whole. Then
+    SIGTERM goes to all, and what does not obey within another `patience` seconds is killed.
+    """
+    started, failed_at, asked_at = time.monotonic(), None, None
+    while True:
+        results, now = backend.results(), time.monotonic()
+        if len(results) == len(backend.nodes()):
+            return [results[name] for name in backend.nodes()]
+        if failed_at is None and any(result.exit_code != 0 for result in results.values()):
+            failed_at = now
+        overdue = (failed_at is not None and now - failed_at > patience) or (
+            deadline is not None and now - started > deadline
+        )
+        if asked_at is None and overdue:
+            asked_at = now
+            backend.terminate()
+        elif asked_at is not None and now - asked_at > patience:
+            backend.stop()
+            return [results.get(name, NodeResult(name, 137)) for name in backend.nodes()]
+        time.sleep(poll)

@@ -10,8 +10,9 @@ from pathlib import Path
 import docker
 import pytest
 
-from ddp_lab.cluster.cluster import Cluster, Spec
+from ddp_lab.cluster.cluster import Spec, wait_for
 from ddp_lab.cluster.containers import ContainerBackend
+from ddp_lab.cluster.verdict import judge
 from tests.docker.conftest import ROOT
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
@@ -25,10 +26,13 @@ def leftovers(engine: docker.DockerClient, launch_id: str) -> list[str]:
 
 def run_cluster(spec: Spec, engine: docker.DockerClient) -> tuple[int, list[str]]:
     said: list[str] = []
-    with Cluster(spec, ContainerBackend()) as cluster:
-        cluster.start()
-        cluster.logs(lambda node, line: said.append(f"{node} | {line}"))
-        verdict = cluster.judge(cluster.wait(patience=60, deadline=200))
+    backend = ContainerBackend()
+    try:
+        backend.start(spec)
+        backend.follow(lambda node, line: said.append(f"{node} | {line}"))
+        verdict = judge(wait_for(backend, patience=60, deadline=200))
+    finally:
+        backend.stop()
     assert leftovers(engine, spec.launch_id) == []
     return verdict.exit_code, [*said, *verdict.lines]
 
@@ -66,13 +70,15 @@ def test_one_failed_node_fails_the_cluster(image: str, engine: docker.DockerClie
         "digits", nnodes=2, options=("--set", "epochs=100000", "--max-restarts", "0"), output=tmp_path, data=tmp_path
     )
     backend = ContainerBackend()
-    with Cluster(spec, backend) as cluster:
-        cluster.start()
-        cluster.logs(lambda node, line: backend.container("node-1").kill() if "epoch   1" in line else None)
-        results = cluster.wait(patience=60, deadline=200)
+    try:
+        backend.start(spec)
+        backend.follow(lambda node, line: backend.container("node-1").kill() if "epoch   1" in line else None)
+        results = wait_for(backend, patience=60, deadline=200)
+    finally:
+        backend.stop()
     assert results[0].exit_code == 137
     assert results[1].exit_code != 0
-    assert cluster.judge(results).exit_code == 6
+    assert judge(results).exit_code == 6
     assert leftovers(engine, spec.launch_id) == []
 
 

@@ -10,7 +10,7 @@ import pytest
 from ddp_core.observe.metrics import read_metrics
 from ddp_lab.chaos.drill import RENDEZVOUS
 from ddp_lab.chaos.judge import read_ledger
-from ddp_lab.cluster.cluster import Cluster, Spec
+from ddp_lab.cluster.cluster import Spec, wait_for
 from ddp_lab.cluster.containers import ContainerBackend
 from tests.docker.nodes import Nodes, Start, run_drill
 from tests.support.commands import trained
@@ -25,9 +25,12 @@ def digest(image: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of the weights after so many epochs in one process."""
     place = tmp_path_factory.mktemp("undisturbed")
     options = ("--set", f"epochs={EPOCHS}", "--reduction", "exact")
-    with Cluster(Spec("digits", "single", options=options, output=place, data=place), ContainerBackend()) as cluster:
-        cluster.start()
-        (ended,) = cluster.wait(deadline=200)
+    backend = ContainerBackend()
+    try:
+        backend.start(Spec("digits", "single", options=options, output=place, data=place))
+        (ended,) = wait_for(backend, deadline=200)
+    finally:
+        backend.stop()
     assert ended.exit_code == 0
     return str(trained(place)[1]["weights_sha256"])
 

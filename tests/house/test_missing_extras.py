@@ -131,7 +131,6 @@ NEED = [
     ("yaml", (CLUSTER, ["check", "ddp-cpu"])),
     *((name, (DDP, ["train", "mine.py", "--log-to", name])) for name in ("tensorboard", "wandb")),
     ("report", (DDP, ["report"])),
-    ("report", ("ddp_lab.report.__main__", [])),
     ("cluster", (CLUSTER, ["up", "--experiment", "mine.py", "--backend", "docker"])),
 ]
 """Each extra with a call that asks for it; RUN is the directory of the run that was trained before."""

@@ -86,7 +86,7 @@ def test_a_command_without_streams_works() -> None:
 
 @pytest.mark.parametrize(
     ("program", "first"),
-    [("ddp_core train --help", "Usage: ddp train"), ("ddp_lab.probe -h", "")],
+    [("ddp_core train --help", "Usage: ddp train"), ("ddp_lab.cluster -h", "")],
 )
 def test_a_reader_who_leaves_gets_what_he_wanted(program: str, first: str) -> None:
     """The interpreter flushes its streams once more when it ends, which must not complain either."""

@@ -7,6 +7,7 @@ import json
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -15,7 +16,7 @@ from ddp_core.cli.prepare import load_with_settings
 from ddp_core.config.layout import Layout
 from ddp_core.record.directory import find_runs
 from ddp_lab.cluster import __main__ as command
-from ddp_lab.cluster.cluster import Cluster, Spec, Write
+from ddp_lab.cluster.cluster import Spec, Write, wait_for
 from ddp_lab.cluster.gpus import check_service
 from ddp_lab.cluster.local import LocalBackend
 from ddp_lab.cluster.published_run import beside_published
@@ -116,17 +117,15 @@ class Scripted:
 
 def test_waits_for_the_slowest_node() -> None:
     backend = Scripted({"node-1": (1, 0), "node-2": (20, 0)})
-    with Cluster(Spec("digits", nnodes=2), backend, poll=0.001) as cluster:
-        assert [result.exit_code for result in cluster.wait()] == [0, 0]
-    assert (backend.polls, backend.terminated, backend.stopped) == (20, 0, 1)
+    assert [result.exit_code for result in wait_for(backend, poll=0.001)] == [0, 0]
+    assert (backend.polls, backend.terminated, backend.stopped) == (20, 0, 0)
 
 
 def test_asks_the_others_to_leave_once_patience_with_a_failure_is_over() -> None:
     backend = Scripted({"node-1": (1, 5), "node-2": (10**9, 0)})
-    with Cluster(Spec("digits", nnodes=2), backend, poll=0.001) as cluster:
-        results = cluster.wait(patience=0.05)
+    results = wait_for(backend, patience=0.05, poll=0.001)
     assert backend.terminated == 1
-    assert cluster.judge(results).exit_code == 5
+    assert judge(results).exit_code == 5
 
 
 def test_ends_what_does_not_obey() -> None:
@@ -135,16 +134,15 @@ def test_ends_what_does_not_obey() -> None:
             self.terminated += 1
 
     backend = Deaf({"node-1": (10**9, 0)})
-    with Cluster(Spec("digits"), backend, poll=0.001) as cluster:
-        results = cluster.wait(patience=0.02, deadline=0.02)
-    assert backend.terminated == 1
-    assert cluster.judge(results).exit_code == 6
+    results = wait_for(backend, patience=0.02, deadline=0.02, poll=0.001)
+    assert (backend.terminated, backend.stopped) == (1, 1)
+    assert judge(results).exit_code == 6
 
 
 def test_stops_on_the_way_out_of_an_error() -> None:
     backend = Scripted({"node-1": (1, 0)})
-    with pytest.raises(KeyboardInterrupt), Cluster(Spec("digits"), backend):
-        raise KeyboardInterrupt
+    with pytest.raises(UserError), patch.object(backend, "start", side_effect=UserError("no")):
+        command.launch(Spec("digits"), backend)
     assert backend.stopped == 1
 
 
@@ -331,11 +329,13 @@ def test_local_nodes_save_when_asked_to_leave(tmp_path: Path) -> None:
             training.set()
 
     backend = LocalBackend()
-    with Cluster(spec, backend) as cluster:
-        cluster.start()
-        cluster.logs(watch)
+    try:
+        backend.start(spec)
+        backend.follow(watch)
         assert training.wait(HANG)
         backend.terminate()
-        assert cluster.judge(cluster.wait(patience=HANG, deadline=HANG)).exit_code == 75
+        assert judge(wait_for(backend, patience=HANG, deadline=HANG)).exit_code == 75
+    finally:
+        backend.stop()
     (record,) = tmp_path.glob("*/*/run.json")
     assert json.loads(record.read_text())["status"] == "stopped"

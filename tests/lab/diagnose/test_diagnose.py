@@ -26,7 +26,7 @@ optimizer.step()
 
 
 def diagnose(folder: Path, *words: str) -> Ended:
-    return command(*words, program=("-m", "ddp_lab.diagnose"), cwd=folder)
+    return command("diagnose", *words, cwd=folder)
 
 
 def write(folder: Path, text: str) -> str:

@@ -12,12 +12,10 @@ from tests.lab.diagnose import cases
 from tests.lab.diagnose.cases import CASES, FIXTURES
 from tests.support.commands import Ended, command
 
-DIAGNOSE = ("-m", "ddp_lab.diagnose")
-
 
 def diagnose(folder: Path, *words: str) -> tuple[Ended, dict[str, Any]]:
     """How `ddp diagnose` ended, and what it found."""
-    ended = command("--json", folder / "found.json", *words, program=DIAGNOSE, cwd=folder)
+    ended = command("diagnose", "--json", folder / "found.json", *words, cwd=folder)
     assert ended.code in (0, 1), ended.errors
     return ended, json.loads((folder / "found.json").read_text())
 
