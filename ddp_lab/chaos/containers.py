@@ -12,7 +12,8 @@ from typing import Any
 import docker.errors
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_lab.chaos.drill import RENDEZVOUS, Drill
+from ddp_lab.chaos.drill import RENDEZVOUS, Drill, Planned
+from ddp_lab.chaos.faults import BeginAndEnd
 from ddp_lab.cluster.cluster import Spec, Write
 from ddp_lab.cluster.containers import ContainerBackend, copy_output
 
@@ -79,13 +80,18 @@ class BreakableContainers(ContainerBackend):
         """Stop the container as `docker stop` does."""
         self.container(name).stop(timeout=_GRACE_SECONDS)
 
-    def pause(self, name: str) -> None:
-        """Freeze the container."""
-        self.container(name).pause()
-
-    def resume(self, name: str) -> None:
-        """Let the frozen container run again."""
-        self.container(name).unpause()
+    def begin_and_end(self, fault: Planned, node: str) -> BeginAndEnd:
+        """How a fault that is neither a kill nor a stop begins, and how it ends."""
+        pairs: dict[str, BeginAndEnd] = {
+            "pause": (lambda: self.container(node).pause(), lambda: self.container(node).unpause()),
+            "partition": (lambda: self.cut_off(node), lambda: self.reconnect(node)),
+            "slow": (lambda: self.slow_down(node, fault.rate), lambda: self.speed_up(node)),
+            "throttle": (lambda: self.throttle(node, fault.share), lambda: self.let_run(node)),
+            "oom": (lambda: self.starve(node), lambda: self.feed(node)),
+            "disk-full": (lambda: self._in_mirror("fill"), lambda: self._in_mirror("free")),
+            "down": (self.take_down, self.bring_up),
+        }
+        return pairs[fault.kind]
 
     def cut_off(self, name: str) -> None:
         """Take the container off its network."""
@@ -136,14 +142,6 @@ class BreakableContainers(ContainerBackend):
         """Give the container memory again, up to 16 GiB."""
         with contextlib.suppress(docker.errors.APIError):
             self.container(name).update(mem_limit=16 * 2**30, memswap_limit=16 * 2**30)
-
-    def fill_disk(self) -> None:
-        """Fill the small volume to the last byte."""
-        self._in_mirror("fill")
-
-    def free_disk(self) -> None:
-        """Free the filled part of the small volume."""
-        self._in_mirror("free")
 
     def start_again(self, name: str) -> None:
         """Start a container that has ended, with the same command."""

@@ -9,6 +9,8 @@ from typing import Protocol
 from ddp_lab.chaos.drill import EVERYTHING, RENDEZVOUS, Planned
 from ddp_lab.cluster.cluster import Backend
 
+BeginAndEnd = tuple[Callable[[], None], Callable[[], None]]
+
 
 class Breakable(Backend, Protocol):
     """A backend whose nodes, and rendezvous, can be broken and mended."""
@@ -22,20 +24,7 @@ class Breakable(Backend, Protocol):
     def start_again(self, name: str) -> None: ...
     def kill(self, name: str) -> float: ...
     def stop_one(self, name: str) -> None: ...
-    def pause(self, name: str) -> None: ...
-    def resume(self, name: str) -> None: ...
-    def cut_off(self, name: str) -> None: ...
-    def reconnect(self, name: str) -> None: ...
-    def slow_down(self, name: str, rate: int) -> None: ...
-    def speed_up(self, name: str) -> None: ...
-    def throttle(self, name: str, share: float) -> None: ...
-    def let_run(self, name: str) -> None: ...
-    def starve(self, name: str) -> None: ...
-    def feed(self, name: str) -> None: ...
-    def fill_disk(self) -> None: ...
-    def free_disk(self) -> None: ...
-    def take_down(self) -> None: ...
-    def bring_up(self) -> None: ...
+    def begin_and_end(self, fault: Planned, node: str) -> BeginAndEnd: ...
     def settle(self) -> None: ...
     def left_behind(self) -> list[str]: ...
 
@@ -72,10 +61,6 @@ def action(fault: Planned, node: str, cluster: Breakable, is_live: bool = False)
         """End the rendezvous too: a launch that has ended has closed it for good. The runner starts a fresh one."""
         cluster.kill(RENDEZVOUS)
 
-    def free_and_renew() -> None:
-        cluster.free_disk()
-        renew()
-
     if kind == "kill":
         goes_on = is_live and node == RENDEZVOUS
         return Action(name, lambda: cluster.kill(node), nothing, fault.duration, victims, goes_on, not is_live)
@@ -83,16 +68,13 @@ def action(fault: Planned, node: str, cluster: Breakable, is_live: bool = False)
         return Action(name, lambda: cluster.stop_one(node), nothing, fault.duration, victims, repeats=False)
     if kind == "stop":
         return Action(name, lambda: cluster.stop_one(node), renew, fault.duration, frozenset(cluster.nodes()))
-    pairs: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-        "pause": (lambda: cluster.pause(node), lambda: cluster.resume(node)),
-        "partition": (lambda: cluster.cut_off(node), lambda: cluster.reconnect(node)),
-        "slow": (lambda: cluster.slow_down(node, fault.rate), lambda: cluster.speed_up(node)),
-        "throttle": (lambda: cluster.throttle(node, fault.share), lambda: cluster.let_run(node)),
-        "oom": (lambda: cluster.starve(node), lambda: cluster.feed(node)),
-        "disk-full": (cluster.fill_disk, free_and_renew),
-        "down": (cluster.take_down, cluster.bring_up),
-    }
-    begin_it, end_it = pairs[kind]
+    begin, end = cluster.begin_and_end(fault, node)
+
+    def free_and_renew() -> None:
+        end()
+        renew()
+
     held = victims if kind in ("partition", "disk-full", "down") else frozenset()
     repeats = not is_live or kind not in ("pause", "partition", "oom")
-    return Action(name, begin_it, end_it, fault.duration, held, kind in ("slow", "throttle"), repeats)
+    mend = free_and_renew if kind == "disk-full" else end
+    return Action(name, begin, mend, fault.duration, held, kind in ("slow", "throttle"), repeats)

@@ -12,10 +12,12 @@ import signal
 import subprocess
 import threading
 import time
+from functools import partial
 
 import psutil
 
-from ddp_lab.chaos.drill import RENDEZVOUS
+from ddp_lab.chaos.drill import RENDEZVOUS, Planned
+from ddp_lab.chaos.faults import BeginAndEnd
 from ddp_lab.cluster.cluster import Spec, Write
 from ddp_lab.cluster.local import LocalBackend, copy_output, marked
 
@@ -68,13 +70,13 @@ class BreakableProcesses(LocalBackend):
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process(name).wait(timeout=_GRACE_SECONDS)
 
-    def pause(self, name: str) -> None:
-        """SIGSTOP to all processes of the node."""
-        self._signal_all(name, signal.SIGSTOP)
-
-    def resume(self, name: str) -> None:
-        """SIGCONT to all processes of the node."""
-        self._signal_all(name, signal.SIGCONT)
+    def begin_and_end(self, fault: Planned, node: str) -> BeginAndEnd:
+        """How a fault that is neither a kill nor a stop begins, and how it ends."""
+        pairs: dict[str, BeginAndEnd] = {
+            "pause": (partial(self._signal_all, node, signal.SIGSTOP), partial(self._signal_all, node, signal.SIGCONT)),
+            "down": (self.take_down, self.bring_up),
+        }
+        return pairs[fault.kind]
 
     def start_again(self, name: str) -> None:
         """Start a node or the rendezvous that has ended, with the same command."""
@@ -119,26 +121,6 @@ class BreakableProcesses(LocalBackend):
     def left_behind(self) -> list[str]:
         """Processes of this launch that are still there."""
         return [f"process {process.pid}" for process in marked(str(self._launch_id))]
-
-    def cut_off(self, name: str) -> None:
-        """Cannot be done to local processes."""
-        raise NotImplementedError
-
-    reconnect = speed_up = let_run = starve = feed = cut_off
-
-    def slow_down(self, name: str, rate: int) -> None:
-        """Cannot be done to local processes."""
-        raise NotImplementedError
-
-    def throttle(self, name: str, share: float) -> None:
-        """Cannot be done to local processes."""
-        raise NotImplementedError
-
-    def fill_disk(self) -> None:
-        """Cannot be done to local processes."""
-        raise NotImplementedError
-
-    free_disk = fill_disk
 
     def _process(self, name: str) -> subprocess.Popen[str]:
         found = self._rendezvous if name == RENDEZVOUS else self._nodes[name]
