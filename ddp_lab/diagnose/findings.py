@@ -13,187 +13,167 @@ class Kind(NamedTuple):
     """One thing that may be found."""
 
     title: str
-    is_bug: bool
-    """Whether it makes the result wrong or another on each layout; else it is how the script was designed, and said."""
     mend: str
+    is_bug: bool = True
+    """Whether it makes the result wrong or another on each layout; else it is how the script was designed, and said."""
 
 
 KINDS: dict[str, Kind] = {
     "gradients-differ": Kind(
         "Ranks step with different gradients",
-        True,
         "let DDP wrap the whole model before training, call the wrapped one, and put forward and backward of all but "
         "the last micro-batch into no_sync()",
     ),
     "same-samples": Kind(
         "Ranks train on the same samples",
-        True,
         "give each rank its part: DistributedSampler, or every W-th sample from the rank's number on",
     ),
     "weights-start-differently": Kind(
         "Ranks start from different weights",
-        True,
         "wrap the model in DDP, or broadcast rank 0's weights before the first step",
     ),
     "weights-drift": Kind(
         "Weights drift apart though all ranks have the same gradients",
-        True,
         "let every rank's optimizer have the same settings and state, and change weights by the optimizer alone",
     ),
     "clipped-before-reduction": Kind(
         "Gradients are clipped before they are reduced",
-        True,
         "clip after the reduction: the norm is that of the mean gradient then, on any number of ranks",
     ),
     "step-grows-with-ranks": Kind(
         "The gradient grows or shrinks with the number of ranks",
-        True,
         "divide by the number of ranks exactly once: a sum over ranks needs it, DDP's mean has it already; and divide "
         "the loss by the micro-batches that a step has on this number of ranks",
     ),
     "reduced-unlike": Kind(
         "Some gradients are reduced otherwise than the rest",
-        True,
         "reduce each parameter once, also one that has two names: model.parameters() has each once",
     ),
     "unlike-weights": Kind(
         "Elements of one step's loss do not weigh the same",
-        True,
         "sum the loss, and divide by the number of elements of the whole step, over all micro-batches and ranks (times "
         "W under DDP, which divides by W)",
     ),
     "samples-twice-or-never": Kind(
         "Some samples of an epoch are trained twice, others never",
-        True,
         "let all ranks cut the same order, drawn with one seed: DistributedSampler does",
     ),
     "unlike-batches": Kind(
         "Ranks have unlike numbers of batches",
-        True,
         "give each rank equally many (drop_last=True, or DistributedSampler), or use DDP's join(): who has more waits "
         "forever",
     ),
     "buffers-drift": Kind(
         "Buffers differ between ranks",
-        True,
         "leave DDP's broadcast_buffers on, or use SyncBatchNorm: what rank 0 saves is not what the others evaluate",
     ),
     "rates-differ": Kind(
         "Ranks step with different learning rates",
-        True,
         "compute the learning rate from what all ranks know, not from a rank's own loss or batches",
     ),
     "schedule-steps-with-ranks": Kind(
         "The schedule moves on once per rank instead of once per step",
-        True,
         "call the scheduler once per optimizer step; with Accelerate, give the schedule its length before the loader "
         "is prepared, or step_scheduler_with_optimizer=False, or do not prepare it",
     ),
     "same-order-each-epoch": Kind(
         "Each epoch has the same order",
-        True,
         "call sampler.set_epoch(epoch) before each epoch",
     ),
     "evaluates-a-share": Kind(
         "Each rank evaluates its share, and nobody puts the shares together",
-        True,
         "add up correct and counted samples over the ranks before dividing (all_reduce, Accelerate's "
         "gather_for_metrics, Lightning's sync_dist=True), or let each rank evaluate all samples",
     ),
     "resume-weights": Kind(
         "After a resume the weights are others",
-        True,
         "load the model's state_dict before the first step, also of buffers and EMA weights",
     ),
     "resume-optimizer": Kind(
         "After a resume the optimizer's state is another",
-        True,
         "save and load optimizer.state_dict(), after the model is on its device and before the first step",
     ),
     "resume-scaler": Kind(
         "After a resume the gradient scaler's state is another",
-        True,
         "save and load scaler.state_dict(): else the scale starts anew, and steps are skipped that were not",
     ),
     "resume-rate": Kind(
         "After a resume the learning rate is another",
-        True,
         "save and load scheduler.state_dict(), or compute the rate from the step that is loaded",
     ),
     "resume-samples": Kind(
         "After a resume samples are repeated or left out",
-        True,
         "save the epoch and the position in it, set the epoch, and skip the batches that were trained",
     ),
     "resume-generators": Kind(
         "After a resume the random numbers are others",
-        True,
         "save and load the states of the generators (a DataLoader draws from torch's when it begins), or derive seeds "
         "from the step",
     ),
     "not-repeatable": Kind(
         "Two equal runs differ, though a seed is set",
-        True,
         "seed torch, random and numpy before they are used, sort what comes from a set or a folder, and give loaders "
         "their own seeded generator",
     ),
     "no-seed": Kind(
-        "Two equal runs differ: no seed is set", False, "torch.manual_seed(…), if runs shall be comparable"
+        "Two equal runs differ: no seed is set", "torch.manual_seed(…), if runs shall be comparable", is_bug=False
     ),
     "rate-depends-on-ranks": Kind(
-        "The learning rate depends on the number of ranks", False, "nothing, if the batch grows with the ranks"
+        "The learning rate depends on the number of ranks", "nothing, if the batch grows with the ranks", is_bug=False
     ),
     "schedule-counts-samples": Kind(
         "The schedule moves on once per rank and step: it counts samples",
-        False,
         "nothing, if its length counts the batches that one rank alone would have, as Accelerate's prepare expects",
+        is_bug=False,
     ),
     "batch-grows": Kind(
         "The batch of a step grows with the number of ranks",
-        False,
         "divide a fixed global batch by W, if the result shall not depend on W",
+        is_bug=False,
     ),
     "order-depends-on-ranks": Kind(
         "Which samples a step has depends on the number of ranks",
-        False,
         "an order that depends on seed and epoch alone, such as ElasticSampler's",
+        is_bug=False,
     ),
     "padding": Kind(
         "The last batches are padded with samples a second time",
-        False,
         "drop_last=True of the sampler; for figures, count each sample once",
+        is_bug=False,
     ),
-    "left-out": Kind("The end of an epoch is left out", False, "nothing, if the order changes with each epoch"),
+    "left-out": Kind("The end of an epoch is left out", "nothing, if the order changes with each epoch", is_bug=False),
     "same-dropout": Kind(
         "All ranks draw the same random numbers in forward",
-        False,
         "torch.manual_seed(seed + rank) after the model is made, if dropout masks shall be independent",
+        is_bug=False,
     ),
     "local-steps": Kind(
-        "Ranks step alone, and their weights are made equal again later", False, "nothing, if that is local SGD"
+        "Ranks step alone, and their weights are made equal again later", "nothing, if that is local SGD", is_bug=False
     ),
     "other-sums": Kind(
         "What ranks receive of an all-reduce is their sum in no order",
-        False,
         "nothing, if the backend rounds or compresses on purpose",
+        is_bug=False,
     ),
     "remains-samples": Kind(
         "What remains is which samples a step has",
-        False,
         "nothing; a global batch of one size, cut alike on any number of ranks, makes the same bits on all",
+        is_bug=False,
     ),
     "remains-random-numbers": Kind(
         "What remains are the random numbers of each rank",
-        False,
         "nothing; keyed by step and micro-batch they are the same on any number of ranks",
+        is_bug=False,
     ),
     "remains-order-of-additions": Kind(
         "What remains is the order of additions",
-        False,
         "nothing; an exact reduction adds up in one order on any number of ranks",
+        is_bug=False,
     ),
     "sharded": Kind(
-        "Ranks hold parts of the parameters", False, "nothing; gradients and weights of sharded models are not compared"
+        "Ranks hold parts of the parameters",
+        "nothing; gradients and weights of sharded models are not compared",
+        is_bug=False,
     ),
 }
 """By name, in the order of harm."""
