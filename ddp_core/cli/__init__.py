@@ -1,4 +1,4 @@
-"""The command `ddp`: from words to one request, and the commands beside `train` (verify, compare, doctor, bundle).
+"""The command `ddp`: from words to one request, and the commands beside `train` (verify, compare, bundle).
 
 Starting processes belongs to `launch`, and what a worker does to `run`.
 """

@@ -306,20 +306,6 @@ def fetch_(name: str, data_dir: str) -> int:
     return ExitCode.DONE
 
 
-@ddp.command(options=partial(field_options, "settings", "data_dir"))
-@click.argument("experiment", required=False)
-@_as_json
-def doctor(experiment: str | None, settings: tuple[str, ...], data_dir: str, as_json: bool) -> int:
-    """Say what is here: devices, versions, and what would run.
-
-    With EXPERIMENT, also the memory that training it needs at least.
-    """
-    _require_known(experiment)
-    from ddp_core.cli.doctor import diagnose
-
-    return diagnose(experiment, settings, Path(data_dir), as_json)
-
-
 @ddp.command()
 @click.option(
     "--port",

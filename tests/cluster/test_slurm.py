@@ -101,14 +101,6 @@ def test_what_contradicts_itself_trains_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_doctor_says_what_would_start(slurm: Slurm) -> None:
-    # With labels, srun prints whole lines: otherwise one node's line may stand in the middle of the other's.
-    ended = slurm.call("srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 2 ddp doctor", SLURM_LABELIO="1")
-    assert "this is node 1 of 2, started by SLURM; `ddp train` starts the 2 ranks of this node" in ended.output
-    # Which of the nodes are free, the job beside the tests decides.
-    assert re.search(r"the nodes meet at node\d:", ended.output)
-
-
 @pytest.mark.parametrize("line", BOTH)
 def test_a_job_trains(slurm: Slurm, expected: str, tmp_path: Path, line: str) -> None:
     job = slurm.submit(line, tmp_path)

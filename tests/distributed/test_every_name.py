@@ -96,9 +96,6 @@ def test_other_layouts_and_resumes_end_with_the_same_bits(alone: Path, tmp_path:
     verified = ddp("verify", trained(alone)[0].path, "--layout", "ddp", "--nproc-per-node", "3", "--device", "cpu")
     assert verified.code == 0, verified.errors
     assert "identical" in verified.output
-    doctor = ddp("doctor", EVERY_NAME)
-    assert doctor.code == 0, doctor.errors
-    assert "averaged weights" in doctor.output
 
 
 @pytest.mark.slow

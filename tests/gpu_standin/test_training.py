@@ -198,11 +198,6 @@ def test_sums_between_devices_are_those_of_the_cpu(devices: int, ranks: int) -> 
     assert ranks_on_devices(devices, ranks, _sums) == [[]] * ranks
 
 
-def test_doctor_names_the_devices() -> None:
-    ended = ddp("doctor", env=environment(2))
-    assert ended.output.count(NAME) == 2, ended.output + ended.errors
-
-
 def test_a_lack_of_memory_on_a_device_says_what_to_do(tmp_path: Path) -> None:
     file = tmp_path / "greedy.py"
     file.write_text(GREEDY.replace("{when}", "True"))

@@ -121,7 +121,6 @@ WORK = [
     (DDP, ["train", "mine.py", "--device", "cpu", "--output", "outputs"]),
     (DDP, ["compare"]),
     (DDP, ["watch", "--once"]),
-    (DDP, ["doctor", "mine.py"]),
     (DDP, ["verify", "RUN"]),
     (DDP, ["launch-files", "slurm"]),
 ]

@@ -37,7 +37,6 @@ COMMANDS = (
     "ledger",
     "health",
     "data",
-    "doctor",
     "rendezvous",
 )
 OFFERED = ("chaos", "claims", "diagnose", "launch-files", "probe", "report")
@@ -65,7 +64,7 @@ def test_the_list_shows_every_experiment_with_its_question(capsys: pytest.Captur
     "words",
     [
         *(["train", "digitz"], ["rehearse", "digitz"]),
-        *(["verify-layouts", "digitz"], ["doctor", "digitz"], ["train", "digitz.py"]),
+        *(["verify-layouts", "digitz"], ["train", "digitz.py"]),
     ],
     ids=" ".join,
 )

@@ -105,12 +105,6 @@ def test_verify_repeats_a_run_on_another_layout(tmp_path: Path) -> None:
     assert any("dp-3-cpu" in line for line in found["lines"])
 
 
-def test_doctor_says_what_would_run() -> None:
-    ended = ddp("doctor")
-    assert (ended.code, ended.errors) == (0, "")
-    assert "ddp train digits --device cpu" in ended.output
-
-
 @pytest.mark.slow
 def test_a_rendezvous_answers_and_a_second_one_on_its_port_is_refused() -> None:
     port = free_port()

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.cli.doctor import _fits, diagnose
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import Layout, ShardMode
 from ddp_core.run import memory
@@ -92,20 +91,3 @@ def test_a_run_that_cannot_fit_ends_before_it_leaves_a_trace(tmp_path: Path) -> 
     assert (ended.code, len(ended.errors.splitlines())) == (ExitCode.RESOURCES, 1), ended
     assert "weights, gradients, optimizer state alone need" in ended.errors
     assert not list(tmp_path.rglob("run.json"))
-
-
-def test_the_advice_follows_from_what_fits() -> None:
-    assert "leaves 100 bytes for activations" in _fits(400, 500)
-    assert "does not fit: cut it with --shard" in _fits(600, 500)
-
-
-def test_doctor_prints_what_an_update_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert diagnose("toy_mlp", [], tmp_path) == 0
-    said = capsys.readouterr().out
-    assert "toy_mlp, one replica; activations" in said
-    assert "for activations" in said
-    assert [line.split(",")[0] for line in said.splitlines() if "by what is sharded" in line] == [
-        "  each of 2 ranks",
-        "  each of 4 ranks",
-        "  each of 8 ranks",
-    ]
