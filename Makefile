@@ -90,7 +90,7 @@ test-pythons: setup ## The fast tests on the other Pythons, 3.11 to 3.13, that a
 	  $(BIN)/python tools/other_environment.py .venv-$$version --python $$python && \
 	  $(NO_GPU) .venv-$$version/bin/python -m pytest @tests/fast.args || exit 1; done
 
-test-extras: setup ## The tests that need other people's packages (peers, foreign, loggers, …), installed into .venv
+test-extras: setup ## The tests that need other people's packages (peers, foreign, …), installed into .venv
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,pages,schemas,packaging,workflows,site,uv]' -e packages/lab
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
 

@@ -15,7 +15,6 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     "digits": {"sklearn": "scikit-learn"},
     "yaml": {"yaml": "pyyaml"},
     "tensorboard": {"tensorboard": "tensorboard"},
-    "wandb": {"wandb": "wandb"},
     "lab": {"ddp_lab": "samebits-lab"},
     "report": {"matplotlib": "matplotlib"},
     "cluster": {"docker": "docker"},

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.extras import require
 from ddp_core.base.refusals import MEND_OUTPUT, refused
 from ddp_core.cli.devices import check_gpus, choose_layout, say_once
 from ddp_core.config.cut import BatchCut
@@ -184,9 +185,7 @@ def check_request(request: Request, only_look: bool = False) -> None:
         if flips and options.cuda_graph:
             raise UserError("--cuda-graph: no bit can be flipped within a recorded backward; leave out --fault flip@…")
     if options.log_to:
-        from ddp_core.observe.loggers.logger import check_loggers
-
-        check_loggers(options.log_to)
+        require("--log-to tensorboard", "tensorboard")
     if options.launcher == "spawn" and request.layout.nnodes > 1:
         raise UserError(
             "--launcher spawn starts processes on this machine only; use --launcher torchrun for several nodes"

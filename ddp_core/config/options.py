@@ -18,7 +18,6 @@ from ddp_core.config.layout import DeviceType, LayoutKind, ShardMode
 from ddp_core.config.records import ByDefault, CommandLine, Frozen, Numerics, ReductionKind, is_repeated, option_name
 
 Launcher = Literal["torchrun", "spawn"]
-LoggerName = Literal["tensorboard", "wandb"]
 
 Count = Annotated[int, Field(gt=0), CommandLine(metavar="N")]
 Steps = Annotated[int, Field(gt=0), CommandLine(metavar="STEPS")]
@@ -255,9 +254,9 @@ class WatchingOptions(Frozen):
         default=False,
         description="Note which samples each rank trains, for `ddp ledger RUN` to check that none was left out.",
     )
-    log_to: tuple[LoggerName, ...] = Field(
+    log_to: tuple[Literal["tensorboard"], ...] = Field(
         default=(),
-        description="Keep settings, records, evaluations and the result with this tool, too. May be repeated.",
+        description="Keep settings, records, evaluations and the result for TensorBoard, too.",
     )
     profile: Annotated[str | None, CommandLine(metavar="FIRST:LAST"), ByDefault("no trace")] = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: records in metrics.jsonl and to loggers, lines or a progress bar for people.
+"""What a run tells while it trains: records in metrics.jsonl and for TensorBoard, lines or a progress bar for people.
 
 metrics.jsonl holds one JSON object per line with a `kind`: `step` (step, epoch, loss, lr, samples_per_second,
 data_wait), `evaluation` (step, epoch, test_loss, test_accuracy), `digest` (step, weights_sha256), `resume` (step: the
@@ -12,10 +12,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, NotRequired, Self
 
 from typing_extensions import TypedDict
@@ -25,11 +24,9 @@ from ddp_core.base.documents import BadDocument, Count, json_text, parse_documen
 from ddp_core.base.ending import take_off_bar
 from ddp_core.base.files import LineFile
 from ddp_core.base.shown import shown_in
-from ddp_core.distributed.stop import Regroup, Stopped
 
 if TYPE_CHECKING:
-    from ddp_core.observe.loggers.logged import Ending
-    from ddp_core.observe.loggers.logger import BackgroundLogger
+    from ddp_core.observe.tensorboard import TensorBoard
 
 _END_BYTES = 2**16
 _LONGEST_LINE = 2**20
@@ -50,7 +47,7 @@ class MetricsRecord(TypedDict):
 
 
 class MetricsWriter:
-    """Appends records to metrics.jsonl, in whole lines, so that the file can be read at any time; tells the loggers.
+    """Appends records to metrics.jsonl, in whole lines, so that the file can be read at any time; tells the `board`.
 
     Without a `path` it writes and tells nothing. `may_write` is called before each record, and raises where another
     process has taken the run over.
@@ -59,11 +56,11 @@ class MetricsWriter:
     def __init__(
         self,
         path: Path | None,
-        loggers: Sequence[BackgroundLogger] = (),
+        board: TensorBoard | None = None,
         may_write: Callable[[], None] = lambda: None,
     ) -> None:
         self._may_write = may_write
-        self._loggers = loggers
+        self._board = board
         self._path = path
         self._written: set[tuple[str, int]] = set()
         self._file: LineFile | None = None
@@ -72,15 +69,15 @@ class MetricsWriter:
             _cut_torn_line(path)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one record; NaN and infinities become null. Loggers get its step and its numbers."""
+        """Append one record; NaN and infinities become null. The board gets its step and its numbers."""
         if self._file is None or (kind, fields.get("step", -1)) in self._written:
             return
         self._may_write()
         record = {"kind": kind, "time": round(time.time(), 3)} | fields
         self._file.write(json_text(record))
         values = {name: value for name, value in fields.items() if isinstance(value, float)}
-        for logger in self._loggers:
-            logger.record(kind, fields.get("step", 0), values)
+        if self._board is not None:
+            self._board.record(kind, fields.get("step", 0), values)
 
     def go_on(self, step: int, **fields: Any) -> int:
         """Go on after `step`: later records are rolled back, and of that step no kind of record is written twice.
@@ -95,25 +92,23 @@ class MetricsWriter:
         return newest
 
     def finish(self, result: Mapping[str, Any], weights_sha256: str) -> None:
-        """Tell the loggers the numbers of the run's result, and the digest of its weights."""
+        """Tell the board the numbers of the run's result, and the digest of its weights."""
         figures = {name: value for name, value in result.items() if isinstance(value, int | float)}
-        for logger in self._loggers:
-            logger.finish(figures, weights_sha256)
+        if self._board is not None:
+            self._board.finish(figures, weights_sha256)
 
-    def close(self, ending: Ending = "completed") -> None:
-        """Flush and close the file and the loggers."""
+    def close(self) -> None:
+        """Flush and close the file and the board."""
         if self._file is not None:
             self._file.close()
-        for logger in self._loggers:
-            logger.close(ending)
+        if self._board is not None:
+            self._board.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close("completed" if error is None else "stopped" if isinstance(error, Stopped | Regroup) else "failed")
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -22,9 +21,6 @@ from ddp_core.record.run_record import RunRecord
 from ddp_core.run.asking import OverSocket
 from ddp_core.run.beginning import Beginning
 from ddp_core.trainers import Job, RunAccess, Trial
-
-if TYPE_CHECKING:
-    from ddp_core.observe.loggers.logger import BackgroundLogger
 
 
 @contextmanager
@@ -72,21 +68,18 @@ def job_of(
 
 
 def metrics_of(record: RunRecord, console: Console) -> MetricsWriter:
-    """Rank 0's metrics and loggers; the other ranks write nothing."""
+    """Rank 0's metrics; the other ranks write nothing."""
     if not record.world.is_first:
         return MetricsWriter(None)
     request, directory = record.request, record.directory
-    loggers: list[BackgroundLogger] = []
+    board = None
     if request.options.log_to:
-        from ddp_core.observe.loggers.logged import LoggedRun, loggable
-        from ddp_core.observe.loggers.logger import start_loggers
+        from ddp_core.observe.tensorboard import TensorBoard
 
-        experiment = request.loaded.experiment
-        settings = experiment.to_json() | {"layout": request.layout.label, "reduction": request.options.reduction}
-        logged = LoggedRun(directory.path, experiment.name, loggable(settings))
-        loggers = start_loggers(request.options.log_to, logged, console.warn)
+        settings = {"layout": request.layout.label, "reduction": request.options.reduction}
+        board = TensorBoard(directory.path, request.loaded.experiment.to_json() | settings, console.warn)
     may_write = record.fence.check if record.fence is not None else lambda: None
-    return MetricsWriter(directory.metrics, loggers, may_write)
+    return MetricsWriter(directory.metrics, board, may_write)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ VALUES = {
     "log_every": 1,
     "digest_every": 5,
     "ledger": True,
-    "log_to": ("tensorboard", "wandb"),
+    "log_to": ("tensorboard",),
     "profile": "20:25",
     "guard": "strict",
     "on_difference": "warn",

@@ -150,7 +150,6 @@ def test_few_modules_touch_the_environment() -> None:
         "launch/nursery.py": "gives a worker the environment that the agent meant for it",
         "launch/rendezvous.py": "tells the resolver not to wait for long",
         "numerics/limits.py": "reads whether the limits of portable numerics are set",
-        "observe/loggers/wandb.py": "reads the project that W&B's own setting names",
         "reduction/agreement.py": "hears whether somebody chose the number of threads",
         "cli/training.py": "hands its environment on to the `ddp train` that it starts",
         "cli/early_numerics.py": "sets those limits before torch is loaded, or starts the process anew",

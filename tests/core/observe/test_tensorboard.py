@@ -8,9 +8,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from ddp_core.observe.loggers.logged import LoggedRun
-from ddp_core.observe.loggers.tensorboard import RunLogger
-from ddp_core.observe.metrics import read_metrics
+from ddp_core.observe.metrics import MetricsWriter, read_metrics
+from ddp_core.observe.tensorboard import TensorBoard
 from ddp_core.record.directory import find_runs
 from tests.support.commands import ddp
 
@@ -43,15 +42,27 @@ def test_a_runs_scalars_and_hyper_parameters_are_readable(tmp_path: Path) -> Non
 
 
 def test_steps_that_a_resume_rolls_back_are_gone(tmp_path: Path) -> None:
-    run = LoggedRun(tmp_path, "toy", {})
-    first = RunLogger(run)
+    first = TensorBoard(tmp_path, {}, pytest.fail)
     for step in (1, 2, 3):
         first.record("step", step, {"loss": float(step)})
-    first.close("stopped")
-    second = RunLogger(run)
+    first.close()
+    second = TensorBoard(tmp_path, {}, pytest.fail)
     second.record("resume", 1, {})
     second.record("step", 2, {"loss": 20.0})
-    second.close("completed")
+    second.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 20.0)]
+
+
+def test_what_fails_is_left_out_with_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").touch()
+    warnings: list[str] = []
+    with MetricsWriter(tmp_path / "m", TensorBoard(tmp_path, {}, warnings.append)) as metrics:
+        for step in (1, 2):
+            metrics.write("step", step=step, loss=1.0)
+        metrics.finish({"test_loss": 0.25}, "abc")
+    (warning,) = warnings
+    assert warning.startswith("tensorboard is left out from here on: ")
+    assert warning.endswith("; metrics.jsonl has everything")
+    assert len(read_metrics(tmp_path / "m", "step")) == 2
