@@ -1,4 +1,4 @@
-"""`ddp bundle` and `ddp verify BUNDLE`: a finished run as one file, to hand it over, and the check of such a file."""
+"""`ddp bundle`: a finished run as one file, to hand it over."""
 
 from __future__ import annotations
 
@@ -7,25 +7,21 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from io import BufferedReader, BytesIO
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
 from typing import Any
 from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 from ddp_core.base.beneath import open_file
 from ddp_core.base.digests import weights_digest
-from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import NewFile, is_file, is_there, sha256_of, sync
 from ddp_core.base.refusals import refused
-from ddp_core.base.shown import shown
 from ddp_core.checkpoint import read_checkpoint
 from ddp_core.checkpoint.manifest import manifest_at
-from ddp_core.cli.verify import verify_run
-from ddp_core.config.layout import LayoutKind
 from ddp_core.experiment.source import read_source
-from ddp_core.record.bundles import BUNDLE_FORMAT, MANIFEST, PINS, ChangedBundle, unpack_bundle
+from ddp_core.record.bundles import BUNDLE_FORMAT, MANIFEST, PINS
 from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.environment import package_differences, pins
+from ddp_core.record.environment import pins
 from ddp_core.record.guarded import what_broke_it
 from ddp_core.record.weights import WEIGHTS, read_weights, require_recorded_weights
 
@@ -183,22 +179,3 @@ The weights, in a model that the code in source/ builds:
 This also serves a model whose layers share (tie) weights, which the file holds once. For any other model it is the same
 as model.load_state_dict(safetensors.torch.load_file("model.safetensors")).
 """
-
-
-def verify_bundle(
-    file: Path, layout: LayoutKind | None, device: str | None, nproc_per_node: int | None, data_dir: str | None
-) -> int:
-    """Check the bundle's members, say how packages differ, then verify the run; the exit code is that of `verify`.
-
-    Raises UserError for a file that is no bundle or that could do harm when unpacked, and (4) for a full disk.
-    """
-    with TemporaryDirectory(prefix="ddp-bundle-") as folder:
-        try:
-            unpacked = unpack_bundle(file, Path(folder))
-        except ChangedBundle as changed:
-            print(f"different bundle: {shown(str(changed))}. Nothing was trained.")
-            return DIFFERENT
-        print(f"bundle: {unpacked.files} files, each as MANIFEST says")
-        print(f"packages: {package_differences(unpacked.pins, unpacked.record['environment'])}")
-        print("this runs the code in the bundle", flush=True)
-        return verify_run(Path(folder), layout, device, nproc_per_node, data_dir)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddp_core.base.beneath import read_file
@@ -17,16 +19,35 @@ from ddp_core.data.data_digest import changed_at
 from ddp_core.distributed.children import Children, error_of
 from ddp_core.experiment.request import build_splits
 from ddp_core.experiment.source import changed_files, read_source
+from ddp_core.record.bundles import unpack_bundle
 from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.data import digest_data, recorded_digest
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.environment import describe_code, recorded_numerics
+from ddp_core.record.environment import describe_code, package_differences, recorded_numerics
 from ddp_core.record.guarded import broken_promise
 from ddp_core.record.weights import read_weights
 
 
 class Different(Exception):
     """Code, data, initial or final weights are not as recorded, so training again would prove nothing."""
+
+
+@contextmanager
+def run_in(named: Path, say: Callable[[str, str], object]) -> Iterator[Path]:
+    """The run directory that is named, or that of a bundle, which is checked and unpacked for the block.
+
+    `say` is told of a bundle: what each line is about, and the line. Raises ChangedBundle, UserError for a file that is
+    no bundle or that could do harm when unpacked, and (4) for a full disk.
+    """
+    if not named.is_file():
+        yield named
+        return
+    with TemporaryDirectory(prefix="ddp-bundle-") as folder:
+        unpacked = unpack_bundle(named, Path(folder))
+        say("bundle", f"{unpacked.files} files, each as MANIFEST says")
+        say("packages", package_differences(unpacked.pins, unpacked.record["environment"]))
+        say("code", "this runs the code in the bundle")
+        yield Path(folder)
 
 
 def train_silently(children: Children, asked: Asked) -> None:

@@ -12,11 +12,12 @@ from ddp_core.base.files import is_file
 from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.base.shown import shown
 from ddp_core.checkpoint import find_checkpoints
-from ddp_core.cli.repeating import Different, checked, other_ddp, place_of, train_silently
+from ddp_core.cli.repeating import Different, checked, other_ddp, place_of, run_in, train_silently
 from ddp_core.config.layout import LayoutKind
 from ddp_core.config.options import Asked
 from ddp_core.distributed.children import Children
 from ddp_core.observe.metrics import read_metrics
+from ddp_core.record.bundles import ChangedBundle
 from ddp_core.record.continuing import LENGTH, kept_length
 from ddp_core.record.data import how_compared
 from ddp_core.record.directory import RunDirectory, find_runs
@@ -25,6 +26,16 @@ from ddp_core.record.environment import portable_cpu
 from ddp_core.record.guarded import broken_promise, what_broke_it
 from ddp_core.record.weights import WEIGHTS, exchanged_weights, read_weights
 from ddp_core.trainers.noting import first_other, named
+
+
+def verify(named: Path, **where: Any) -> int:
+    """Verify a run directory or a bundle as `verify_run` does."""
+    try:
+        with run_in(named, lambda what, line: print(line if what == "code" else f"{what}: {line}", flush=True)) as path:
+            return verify_run(path, **where)
+    except ChangedBundle as changed:
+        print(f"different bundle: {shown(str(changed))}. Nothing was trained.")
+        return DIFFERENT
 
 
 def verify_run(

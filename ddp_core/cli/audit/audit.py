@@ -6,7 +6,6 @@ import json
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
@@ -14,13 +13,12 @@ from ddp_core.base.files import sha256_of
 from ddp_core.base.shown import shown
 from ddp_core.cli.audit.draw import Segment, claims, drawn, needed_draws, passing, segments_of
 from ddp_core.cli.audit.replay import replay
-from ddp_core.cli.repeating import Different, checked, place_of
+from ddp_core.cli.repeating import Different, checked, place_of, run_in
 from ddp_core.config.layout import LayoutKind, ShardMode
 from ddp_core.config.options import Asked
 from ddp_core.distributed.children import Children
-from ddp_core.record.bundles import ChangedBundle, unpack_bundle
+from ddp_core.record.bundles import ChangedBundle
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.environment import package_differences
 from ddp_core.record.guarded import what_broke_it
 from ddp_core.record.run_json import RecordedKept, RecordedRun
 from ddp_core.record.weights import exchanged_weights
@@ -53,17 +51,11 @@ class Report:
 
 def audit(named: Path, report: Report, **words: Any) -> int:
     """Audit a run directory or a bundle as `audit_run` does."""
-    if not named.is_file():
-        return audit_run(named, report=report, **words)
-    with TemporaryDirectory(prefix="ddp-bundle-") as folder:
-        try:
-            unpacked = unpack_bundle(named, Path(folder))
-        except ChangedBundle as changed:
-            return report.end(f"different bundle: {changed}. Nothing was trained.", DIFFERENT)
-        report.say("bundle", f"{unpacked.files} files, each as MANIFEST says")
-        report.say("packages", package_differences(unpacked.pins, unpacked.record["environment"]))
-        report.say("code", "this runs the code in the bundle")
-        return audit_run(Path(folder), report=report, **words)
+    try:
+        with run_in(named, report.say) as path:
+            return audit_run(path, report=report, **words)
+    except ChangedBundle as changed:
+        return report.end(f"different bundle: {shown(str(changed))}. Nothing was trained.", DIFFERENT)
 
 
 def audit_run(

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.cli.bundle import BUNDLE_FORMAT, make_bundle, verify_bundle
+from ddp_core.cli.bundle import BUNDLE_FORMAT, make_bundle
+from ddp_core.cli.verify import verify
 from ddp_core.record.bundles import unpack_bundle
 from ddp_core.record.directory import RunDirectory
 from tests.support.commands import ddp, train, trained
@@ -25,6 +26,8 @@ NAMES = [
     *("MANIFEST", "README.txt", "data.json", "log.txt", "metrics.jsonl", "model.safetensors", "pins.txt", "run.json"),
     *("source/beside.py", "source/mine.py", "source/nets/__init__.py", "source/nets/big.py"),
 ]
+
+AS_RECORDED = {"layout": None, "device": None, "nproc_per_node": None, "data_dir": None}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,7 @@ def again(packed: Path, target: Path, change: Callable[[dict[str, bytes]], objec
 
 def refusal(file: Path) -> str:
     with pytest.raises(UserError) as failure:
-        verify_bundle(file, None, None, None, None)
+        verify(file, **AS_RECORDED)
     assert failure.value.exit_code == ExitCode.BAD_INPUT
     return str(failure.value)
 
@@ -122,7 +125,7 @@ def test_initial_weights_go_along(run: Path, packed: Path, tmp_path: Path) -> No
 def test_a_changed_member_is_named_and_nothing_is_run(
     change: Callable[[dict[str, bytes]], object], said: str, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert verify_bundle(again(packed, tmp_path / "changed.zip", change), None, None, None, None) == 1
+    assert verify(again(packed, tmp_path / "changed.zip", change), **AS_RECORDED) == 1
     output = capsys.readouterr().out
     assert output.startswith(f"different bundle: {said}")
     assert "this runs" not in output
@@ -134,7 +137,7 @@ def test_a_flipped_bit_is_named(packed: Path, tmp_path: Path, capsys: pytest.Cap
         member = archive.getinfo("model.safetensors")
     content[member.header_offset + 500] ^= 1
     (tmp_path / "flipped.zip").write_bytes(content)
-    assert verify_bundle(tmp_path / "flipped.zip", None, None, None, None) == 1
+    assert verify(tmp_path / "flipped.zip", **AS_RECORDED) == 1
     assert "model.safetensors was changed after the bundle was made" in capsys.readouterr().out
 
 
