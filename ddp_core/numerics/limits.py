@@ -12,8 +12,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddp_core.base.errors import UserError
-
 RULES = 2
 """Version of what `portable` limits and replaces; whoever changes that so that bits may change, raises it."""
 
@@ -62,10 +60,3 @@ def portable_refused_by(cpus: Path = Path("/proc/cpuinfo")) -> str | None:
     if flags and "avx2" not in flags[0]:
         return "it needs a CPU with AVX2, which this one does not have"
     return None
-
-
-def require_portable_here() -> None:
-    """Raises UserError where this machine cannot have portable numerics."""
-    reason = portable_refused_by()
-    if reason is not None:
-        raise UserError(f"portable numerics: {reason}; use --numerics native")

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import resource
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import psutil
 import torch
 
 from ddp_core.base.platforms import RSS_UNIT, boot_id
 
-_DISTURBED_SHARE = 0.1
 _FIRST_STEPS = 2
 
 
@@ -131,15 +129,6 @@ def of_all(parts: list[RankTotals]) -> Totals:
         "gpu_utilisation": fmean(busy) if busy else None,
         "other_cores_busy": max(0.0, *others),
     }
-
-
-def disturbance(record: Mapping[str, Any]) -> str | None:
-    """How much other programs disturbed the run of this run.json, in words; None where they took under a tenth."""
-    cores = (record.get("environment") or {}).get("cores")
-    others = (record.get("result") or {}).get("other_cores_busy")
-    if not isinstance(cores, int) or not isinstance(others, float) or others < _DISTURBED_SHARE * cores:
-        return None
-    return f"other programs kept {others:.1f} of {cores} core{'s' if cores > 1 else ''} busy"
 
 
 def _processor_seconds() -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The guard in words: what is not promised, whether the promise was broken in a run, and what the checks cost."""
+"""The guard in words: what is not promised, and whether the promise was broken in a run."""
 
 from __future__ import annotations
 
@@ -29,20 +29,6 @@ def what_broke_it(record: Mapping[str, Any]) -> str | None:
     """The words of `broken_promise`, and what the check found."""
     words = broken_promise(record)
     return None if words is None else f"{words}: {record['promise_broken'].get('what')}"
-
-
-def guard_figures(record: Mapping[str, Any]) -> str | None:
-    """The guard of the last attempt: its mode, its checks, their time. None where the record does not tell."""
-    guard = (record.get("attempts") or [{}])[-1].get("guard")
-    if not isinstance(guard, Mapping) or "mode" not in guard:
-        return None
-    if guard["mode"] == "off":
-        return "off"
-    parts = [guard["mode"]]
-    spent, whole = sum(guard.get("seconds", {}).values()), (record.get("result") or {}).get("seconds")
-    parts.append(f"{spent:.2f} s" + (f", {100 * spent / whole:.1f} % of the run" if whole else ""))
-    parts += [f"{kind}: {guard[kind]}" for kind in ("rehearsal", "witness") if guard.get(kind) is not None]
-    return "; ".join(parts)
 
 
 def was_rehearsed(record: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
-from ddp_core.numerics.limits import LIMITS, require_portable_here
+from ddp_core.numerics.limits import LIMITS, portable_refused_by
 from ddp_lab.options import Parser
 from ddp_lab.probe.published import Published, published
 from ddp_lab.probe.sharing import outcome, record_of
@@ -90,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     kinds.add_argument("--share", action="store_true", help="print a record of this machine to send back")
     options = parser.parse_args(arguments)
-    require_portable_here()
+    if (reason := portable_refused_by()) is not None:
+        raise UserError(f"portable numerics: {reason}; use --numerics native")
     table = published()
     versions, found = measured(table)
     verdict = judge(table, versions, found)

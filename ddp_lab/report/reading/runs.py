@@ -12,16 +12,17 @@ from ddp_core.base.errors import UserError
 from ddp_core.base.files import is_there
 from ddp_core.config.layout import Layout
 from ddp_core.observe.metrics import each_record
-from ddp_core.observe.usage import disturbance
 from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.early import how_it_ended
-from ddp_core.record.guarded import broken_promise, guard_figures, what_broke_it
+from ddp_core.record.guarded import broken_promise, what_broke_it
 from ddp_core.record.run_json import RecordedRun
 from ddp_core.record.weights import WEIGHTS, exchanged_weights
 from ddp_lab.report.values import finite
 
 MOST_RECORDS = 5_000
 """More points than a chart can show; a run of millions of steps has so many records of each kind in memory, or half."""
+
+_DISTURBED_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -240,3 +241,26 @@ def _quantities(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
         value = finite(content)
         if name not in ("kind", "time", "step", "epoch") and value is not None:
             yield name, value
+
+
+def disturbance(record: Mapping[str, Any]) -> str | None:
+    """How much other programs disturbed the run of this run.json, in words; None where they took under a tenth."""
+    cores = (record.get("environment") or {}).get("cores")
+    others = (record.get("result") or {}).get("other_cores_busy")
+    if not isinstance(cores, int) or not isinstance(others, float) or others < _DISTURBED_SHARE * cores:
+        return None
+    return f"other programs kept {others:.1f} of {cores} core{'s' if cores > 1 else ''} busy"
+
+
+def guard_figures(record: Mapping[str, Any]) -> str | None:
+    """The guard of the last attempt: its mode, its checks, their time. None where the record does not tell."""
+    guard = (record.get("attempts") or [{}])[-1].get("guard")
+    if not isinstance(guard, Mapping) or "mode" not in guard:
+        return None
+    if guard["mode"] == "off":
+        return "off"
+    parts = [guard["mode"]]
+    spent, whole = sum(guard.get("seconds", {}).values()), (record.get("result") or {}).get("seconds")
+    parts.append(f"{spent:.2f} s" + (f", {100 * spent / whole:.1f} % of the run" if whole else ""))
+    parts += [f"{kind}: {guard[kind]}" for kind in ("rehearsal", "witness") if guard.get(kind) is not None]
+    return "; ".join(parts)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_core.observe.usage import RankTotals, Usage, disturbance, of_all
+from ddp_core.observe.usage import RankTotals, Usage, of_all
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -97,11 +97,3 @@ def test_a_busy_neighbour_is_counted_and_a_child_is_not() -> None:
     found = usage.totals()
     assert found["own_cores_busy"] > found["cpu_utilisation"], "the child's time belongs to this process"
     assert found["machine_cores_busy"] >= found["own_cores_busy"] - 0.1
-
-
-def test_a_disturbance_is_told_from_a_tenth_of_the_cores_on() -> None:
-    def told(others: object, cores: object) -> str | None:
-        return disturbance({"environment": {"cores": cores}, "result": {"other_cores_busy": others}})
-
-    assert told(1.26, 2) == "other programs kept 1.3 of 2 cores busy"
-    assert [told(0.19, 2), told(1.0, 16), told(None, 2), told(1.0, None), disturbance({})] == [None] * 5

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.guarded import guard_figures
 from ddp_core.record.reading import Run
 from tests.support.commands import train, trained
 from tests.support.own_project import edit, write_project
@@ -97,20 +96,3 @@ def test_a_broken_promise_is_told(tmp_path: Path) -> None:
     RunDirectory(tmp_path).update(promise_broken=broken)
     assert run.promise_broken == broken
     assert repr(run).endswith(", promise broken in step 3)")
-
-
-@pytest.mark.parametrize(
-    ("guard", "told"),
-    [
-        (None, None),
-        ({"mode": "off", "seconds": {}}, "off"),
-        ({"mode": "normal", "seconds": {"same state": 0.5, "again": 0.25}}, "normal; 0.75 s, 1.5 % of the run"),
-        (
-            {"mode": "strict", "seconds": {}, "checks": 7, "rehearsal": "the same", "witness": "none"},
-            "strict; 0.00 s, 0.0 % of the run; rehearsal: the same; witness: none",
-        ),
-    ],
-)
-def test_the_guard_in_words(guard: dict[str, Any] | None, told: str | None) -> None:
-    assert guard_figures({"attempts": [{"guard": guard}], "result": {"seconds": 50.0}}) == told
-    assert guard_figures({"attempts": [{}]}) is None

@@ -35,7 +35,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], dict[str, st
         ("operations", "sort"): {"digest": "b" * 64},
         ("training_steps", "toy_mlp"): {"digest": "c" * 64},
     }
-    monkeypatch.setattr(probe, "require_portable_here", lambda: None)
+    monkeypatch.setattr(probe, "portable_refused_by", lambda: None)
     monkeypatch.setattr(probe, "published", lambda: TABLE)
     monkeypatch.setattr(probe, "measured", lambda _: ({"torch": "2.13.0+cpu", "numpy": "2.4.6"}, computed))
     return computed

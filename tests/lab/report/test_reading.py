@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from ddp_lab.report import values
 from ddp_lab.report.page import write_report
 from ddp_lab.report.reading.claims import read_findings
 from ddp_lab.report.reading.families import find_families
-from ddp_lab.report.reading.runs import curves, read_runs, thinned
+from ddp_lab.report.reading.runs import curves, disturbance, guard_figures, read_runs, thinned
 from ddp_lab.report.sections.experiments import comparison_table
 from tests.lab.report.files import ddp, single, write_claim, write_drill, write_everything, write_run
 
@@ -192,3 +193,28 @@ def test_the_newest_of_a_claim_counts_and_odd_ones_are_said(tmp_path: Path) -> N
     assert [(claim.id, claim.verdict) for claim in found.claims] == [("C06", "refuted")]
     assert [name for name, _ in found.unreadable] == ["claims/C07.json", "claims/C08.json", "claims/C09.json"]
     assert len(found.drills) == 1
+
+
+def test_a_disturbance_is_told_from_a_tenth_of_the_cores_on() -> None:
+    def told(others: object, cores: object) -> str | None:
+        return disturbance({"environment": {"cores": cores}, "result": {"other_cores_busy": others}})
+
+    assert told(1.26, 2) == "other programs kept 1.3 of 2 cores busy"
+    assert [told(0.19, 2), told(1.0, 16), told(None, 2), told(1.0, None), disturbance({})] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("guard", "told"),
+    [
+        (None, None),
+        ({"mode": "off", "seconds": {}}, "off"),
+        ({"mode": "normal", "seconds": {"same state": 0.5, "again": 0.25}}, "normal; 0.75 s, 1.5 % of the run"),
+        (
+            {"mode": "strict", "seconds": {}, "checks": 7, "rehearsal": "the same", "witness": "none"},
+            "strict; 0.00 s, 0.0 % of the run; rehearsal: the same; witness: none",
+        ),
+    ],
+)
+def test_the_guard_in_words(guard: dict[str, Any] | None, told: str | None) -> None:
+    assert guard_figures({"attempts": [{"guard": guard}], "result": {"seconds": 50.0}}) == told
+    assert guard_figures({"attempts": [{}]}) is None
