@@ -172,15 +172,13 @@ def verify_(run: Path, as_json: bool, **changes: Any) -> int:
     runs the code in it.
     """
     _quiet()
-    from ddp_core.cli.bundle import verify_bundle
-    from ddp_core.cli.verify import verify_run
+    from ddp_core.cli.verify import verify
 
-    check = verify_bundle if run.is_file() else verify_run
     if not as_json:
-        return check(run, **changes)
+        return verify(run, **changes)
     said = io.StringIO()
     with redirect_stdout(said):
-        code = check(run, **changes)
+        code = verify(run, **changes)
     lines = said.getvalue().splitlines()
     click.echo(json.dumps({"run": str(run), "identical": code == ExitCode.DONE, "verdict": lines[-1], "lines": lines}))
     return code
@@ -256,19 +254,6 @@ def verify_layouts(experiment: str, settings: tuple[str, ...], data_dir: str, de
     from ddp_core.cli.verify_layouts import compare_layouts
 
     return compare_layouts(experiment, settings, data_dir, device)
-
-
-@ddp.command()
-@_run_argument
-def ledger(run: Path) -> int:
-    """Check that RUN trained each sample exactly once.
-
-    RUN is a run that was trained with --ledger.
-    """
-    from ddp_core.observe.ledger import audit
-
-    print(audit(run))
-    return ExitCode.DONE
 
 
 @ddp.command(options=partial(field_options, "output"))

@@ -250,10 +250,6 @@ class WatchingOptions(Frozen):
     digest_every: Annotated[Steps | None, ByDefault("one at the end of each epoch")] = Field(
         default=None, description="Steps between two digests of the weights."
     )
-    ledger: bool = Field(
-        default=False,
-        description="Note which samples each rank trains, for `ddp ledger RUN` to check that none was left out.",
-    )
     log_to: tuple[Literal["tensorboard"], ...] = Field(
         default=(),
         description="Keep settings, records, evaluations and the result for TensorBoard, too.",

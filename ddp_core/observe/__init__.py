@@ -1,4 +1,4 @@
-"""What is observed during training: metrics, heartbeats, lost peers, the ledger of samples, usage, traces.
+"""What is observed during training: metrics, heartbeats, lost peers, usage, traces.
 
 Nothing here changes what is computed.
 """

@@ -1,20 +1,16 @@
-"""Traces of some steps, one of each rank and one of all ranks together, for Perfetto or chrome://tracing."""
+"""Traces of some steps, one of each rank, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
-from ddp_core.base.beneath import make_folder_beneath, read_file
+from ddp_core.base.beneath import make_folder_beneath
 from ddp_core.base.errors import UserError
-from ddp_core.base.files import NewFile, replace_file
+from ddp_core.base.files import NewFile
 from ddp_core.observe.step import StepBatch, StepObserver
-
-_MOST_BYTES = 2**31
 
 
 class StepProfiler(StepObserver):
@@ -63,20 +59,3 @@ def parse_window(text: str) -> tuple[int, int]:
     if not (first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
         raise UserError(f"--profile {text}: expected FIRST:LAST steps, for example 20:25")
     return int(first), int(last)
-
-
-def merge_traces(directory: Path) -> Path | None:
-    """Write one trace of all ranks, `trace/all-ranks.json`, and return its path; None where no rank has a trace."""
-    events: list[dict[str, Any]] = []
-    for path in sorted((directory / "trace").glob("rank-*.json")):
-        rank = int(path.stem.removeprefix("rank-"))
-        with contextlib.suppress(OSError, ValueError):
-            found = json.loads(read_file(path, _MOST_BYTES))["traceEvents"]
-            events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
-            # In the merged trace the number of a process is its rank.
-            events += [event | {"pid": rank} for event in found if event.get("name") != "process_name"]
-    if not events:
-        return None
-    target = directory / "trace" / "all-ranks.json"
-    replace_file(target, json.dumps({"traceEvents": events}), root=directory)
-    return target

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 
 from torch import nn
 
@@ -27,7 +26,6 @@ from ddp_core.trainers import Job, RunAccess, Trial
 def job_of(
     record: RunRecord,
     beginning: Beginning,
-    start_step: int,
     metrics: MetricsWriter,
     stop: StopRequest,
     heartbeat: Heartbeat,
@@ -35,13 +33,13 @@ def job_of(
 ) -> Iterator[Job]:
     """What the trainer is given; what it saves and observes with is closed when the block ends.
 
-    `start_step`: the steps that were done before. `heartbeat` observes first.
+    `heartbeat` observes first.
     """
     request, directory, world = record.request, record.directory.path, record.world
     collectives, console, parts = beginning.collectives, beginning.console, beginning.parts
     with (
         _checkpointer(record, console) as checkpointer,
-        _observers(record, parts.model, collectives, console, start_step) as observers,
+        _observers(record, parts.model, console) as observers,
     ):
         yield Job(
             experiment=request.loaded.experiment,
@@ -135,43 +133,21 @@ def _raise_failed_save(checkpointer: Checkpointer) -> None:
 
 
 @contextmanager
-def _observers(
-    record: RunRecord, model: nn.Module, collectives: Collectives, console: Console, first_step: int
-) -> Iterator[list[StepObserver]]:
-    """The observers that the options ask for: profiler, ledger and, always last in a step, scripted faults.
-
-    `first_step`: the steps that were done before.
-    """
+def _observers(record: RunRecord, model: nn.Module, console: Console) -> Iterator[list[StepObserver]]:
+    """The observers that the options ask for: profiler and, always last in a step, scripted faults."""
     options, world, directory = record.request.options, record.world, record.directory.path
     with ExitStack() as stack:
         observers: list[StepObserver] = []
         if options.profile is not None:
-            observers.append(stack.enter_context(_profiler(options.profile, directory, collectives, console)))
+            from ddp_core.observe.profiling import StepProfiler
+
+            observers.append(stack.enter_context(StepProfiler(options.profile, directory, world.rank)))
         elif rules_of(options.numerics) is not None and world.is_first and not record.request.is_tried:
             from ddp_core.observe.unknown_operations import UnknownOperations
 
             observers.append(stack.enter_context(closing(UnknownOperations(console.warn))))
-        if options.ledger:
-            from ddp_core.observe.ledger import Ledger
-
-            observers.append(
-                stack.enter_context(closing(Ledger(directory, record.begun.attempt, world.rank, first_step)))
-            )
         if options.faults:
             from ddp_core.observe.faults import FaultScript
 
             observers.append(FaultScript(options.faults, world.rank, directory, model))
         yield observers
-
-
-@contextmanager
-def _profiler(window: str, directory: Path, collectives: Collectives, console: Console) -> Iterator[StepObserver]:
-    """This rank's profiler; rank 0 puts the traces of all ranks together when training is over."""
-    from ddp_core.observe.profiling import StepProfiler, merge_traces
-
-    with StepProfiler(window, directory, collectives.world.rank) as profiler:
-        yield profiler
-    collectives.barrier()
-    merged = merge_traces(directory) if collectives.world.is_first else None
-    if merged is not None:
-        console.say(f"trace of all ranks: {merged} (open it in ui.perfetto.dev or chrome://tracing)")

@@ -36,7 +36,7 @@ _CONSEQUENCE_SECONDS = 5.0
 """What ranks have for a message of their own once one of them has failed."""
 _OWN_WAY = {
     **{"guard": "off", "rehearsal": "off", "recovery": "restart", "launcher": "external", "max_restarts": 0},
-    **{"faults": (), "log_to": (), "profile": None, "ledger": False, "keep_for_audit": None, "keep_every": None},
+    **{"faults": (), "log_to": (), "profile": None, "keep_for_audit": None, "keep_every": None},
     **{"max_seconds": None, "stop_signal": None, "digest_every": None, "asynchronous_save": False, "log_every": 1},
 }
 """Options that a repetition has in its own way; none of them may change a bit."""

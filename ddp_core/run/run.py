@@ -146,9 +146,7 @@ def _train(request: Request, world: World, stop: StopRequest, listen: Callable[[
             beginning = beginning._replace(parts=replace(beginning.parts, callbacks=callbacks))
             heartbeat = Heartbeat(record.directory.path, world, record.usage)
             with ExitStack() as training:
-                job = training.enter_context(
-                    job_of(record, beginning, start.step, metrics, stop, heartbeat, recovery.makes_room)
-                )
+                job = training.enter_context(job_of(record, beginning, metrics, stop, heartbeat, recovery.makes_room))
                 with job.collectives.never_stuck():
                     trainer = build_trainer(job)
                 stack.callback(recovery.hold, trainer)  # called when the trainer is closed

@@ -94,7 +94,7 @@ class Drill(BaseModel):
         settings = [word for setting in self.settings for word in ("--set", setting)]
         return (
             *settings,
-            *("--reduction", "exact", "--ledger", "--log-every", "1"),
+            *("--reduction", "exact", "--log-every", "1"),
             *("--max-restarts", "50", "--recovery", self.recovery),
             *("--nnodes", f"1:{self.nodes}", "--timeout", f"{self.timeout:g}"),
             *("--checkpoint-every", str(self.checkpoint_every)),

@@ -9,7 +9,6 @@ from typing import Any
 
 from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
-from ddp_core.observe.ledger import audit, committed_steps
 from ddp_core.record.directory import RunDirectory
 from ddp_lab.chaos.watch import parse_lines
 from ddp_lab.records import DRILL_FORMAT
@@ -47,8 +46,6 @@ class DrillReport:
     digest: str | None = None
     undisturbed_digest: str | None = None
     identical: bool = False
-    ledger: str = ""
-    ledger_whole: bool = False
     left_behind: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     exit_code: int = ExitCode.PEERS_LOST
@@ -61,9 +58,9 @@ class DrillReport:
 
 
 def judge(report: DrillReport, run: Path | None, undisturbed: Path | None) -> None:
-    """Fill in digests, ledger, remarks and exit code.
+    """Fill in digests, remarks and exit code.
 
-    The exit code is 0 only where the weights are the same, the ledger is whole, the run recovered from every fault, and
+    The exit code is 0 only where the weights are the same, the run recovered from every fault, and
     nothing is left behind. It is 1 where the run has ended with other weights.
     """
     report.undisturbed_digest = None if undisturbed is None else RunDirectory(undisturbed).read()["weights_sha256"]
@@ -78,34 +75,13 @@ def judge(report: DrillReport, run: Path | None, undisturbed: Path | None) -> No
         return
     report.digest = record["weights_sha256"]
     report.identical = report.digest is not None and report.digest == report.undisturbed_digest
-    report.ledger, report.ledger_whole = read_ledger(run, record["result"].get("steps"))
     twice = two_writers(run)
     if twice is not None:
         report.remarks.append(f"two writers: the metrics of one attempt go back from step {twice[0]} to {twice[1]}")
     report.remarks += [f"left behind: {name}" for name in report.left_behind]
-    whole = report.identical and report.ledger_whole and not report.remarks
-    good = whole and all(fault.good for fault in report.faults)
+    good = report.identical and not report.remarks and all(fault.good for fault in report.faults)
     differ = report.digest is not None and report.undisturbed_digest is not None and not report.identical
     report.exit_code = ExitCode.DONE if good else DIFFERENT if differ else ExitCode.PEERS_LOST
-
-
-def read_ledger(run: Path, total: int | None) -> tuple[str, bool]:
-    """What the ledger shows, and whether it holds all `total` steps and equally many samples in each epoch."""
-    try:
-        line = audit(run)
-        steps = committed_steps(run)
-    except UserError as error:
-        return str(error), False
-    if total != len(steps):
-        return f"ledger: {len(steps)} steps, but the run made {total}", False
-    counts: dict[int, int] = {}
-    for epoch, ids in steps.values():
-        counts[epoch] = counts.get(epoch, 0) + len(ids)
-    most = max(counts.values())
-    for epoch, count in sorted(counts.items()):
-        if count != most:
-            return f"ledger: epoch {epoch} has {count} samples, others {most}", False
-    return line, True
 
 
 def two_writers(run: Path) -> tuple[int, int] | None:
@@ -144,7 +120,6 @@ def _summary(report: DrillReport) -> list[str]:
     return [
         f"weights sha256 {report.digest or '-'}",
         f"undisturbed    {report.undisturbed_digest or '-'}: {same}",
-        report.ledger or "ledger: none",
         *(f"skipped: {line}" for line in report.skipped),
         *(f"remark: {remark}" for remark in report.remarks),
         f"drill {report.name} on {report.backend}, seed {report.seed}: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 import tempfile
@@ -14,11 +15,12 @@ from safetensors.torch import load_file
 
 from ddp_core.config.layout import SHARD_MODES
 from tests.support.commands import forked, train, trained, wait_until
-from tests.support.layout_cases import ADAMW_MLP, EXACT, digests, ids_by_step
+from tests.support.layout_cases import ADAMW_MLP, EXACT, FILES, digests
 from tests.support.processes import HANG, free_port
 
 LAYOUTS = [("dp", 2), ("dp", 3), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("ddp", 5)]
 ADAMW = "AdamW, clipping, cosine"
+NOTED = str(FILES / "noted_samples.py")
 QUICK_NAMES = (ADAMW, "channels last", "dicts of tensors, bf16", "ragged end")
 QUICK = {name: EXACT[name] for name in QUICK_NAMES}
 SHARDED = {f"--shard {mode}": [*EXACT[ADAMW], "--shard", mode] for mode in SHARD_MODES}
@@ -70,19 +72,28 @@ def test_keys_by_rank_end_with_other_bits(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def toy_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Output folders of toy_mlp in plain reduction, with a ledger, on every layout.
+    """Output folders of a small network in plain reduction, which notes its samples, on every layout.
 
     The layout of 2 x 2 is two launches that meet at a rendezvous.
     """
     output = tmp_path_factory.mktemp("toy")
-    words = ["toy_mlp", "--reduction", "plain", "--ledger"]
     runs = {name: output / name for name in ("single", "dp x 2", "ddp x 2", "ddp x 4", "2 x 2")}
-    train(runs["single"], *words)
-    train(runs["dp x 2"], *words, "--layout", "dp", "--nproc-per-node", "2")
-    train(runs["ddp x 2"], *words, ranks=2)
-    train(runs["ddp x 4"], *words, ranks=4)
-    train_on_two_nodes(runs["2 x 2"], *words)
+    train(runs["single"], NOTED)
+    train(runs["dp x 2"], NOTED, "--layout", "dp", "--nproc-per-node", "2")
+    train(runs["ddp x 2"], NOTED, ranks=2)
+    train(runs["ddp x 4"], NOTED, ranks=4)
+    train_on_two_nodes(runs["2 x 2"], NOTED)
     return runs
+
+
+def ids_by_step(output: Path) -> dict[int, tuple[int, list[int]]]:
+    """Epoch and sample ids of every step, as all ranks have noted them."""
+    steps: dict[int, tuple[int, list[int]]] = {}
+    for file in trained(output)[0].path.glob("samples-*.jsonl"):
+        for line in map(json.loads, file.read_text().splitlines()):
+            _, ids = steps.get(line["step"], (0, []))
+            steps[line["step"]] = line["epoch"], sorted(ids + line["ids"])
+    return steps
 
 
 def train_on_two_nodes(output: Path, *words: str) -> None:
@@ -119,10 +130,9 @@ def test_every_layout_sees_the_same_samples_at_every_step(toy_runs: dict[str, Pa
 
 
 def test_no_two_ranks_see_the_same_sample(toy_runs: dict[str, Path]) -> None:
-    directory, _ = trained(toy_runs["2 x 2"])
-    ledgers = sorted((directory.path / "ledger").glob("*.jsonl"))
-    assert len(ledgers) == 4
-    assert len({ledger.read_text().partition("\n")[2] for ledger in ledgers}) == 4
+    noted = list(trained(toy_runs["2 x 2"])[0].path.glob("samples-*.jsonl"))
+    assert len(noted) == 4
+    assert len({file.read_text() for file in noted}) == 4
 
 
 def test_plain_reduction_agrees_up_to_rounding(toy_runs: dict[str, Path]) -> None:

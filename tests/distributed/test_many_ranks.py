@@ -15,7 +15,7 @@ SECONDS = 1200
 @pytest.mark.timeout(SECONDS + 300)
 @pytest.mark.parametrize("count", [64, 128])
 def test_two_steps_on_many_ranks_end_with_the_digest_of_one_process(count: int, tmp_path: Path) -> None:
-    words = ["digits", "--device", "cpu", "--ledger", "--set", f"global_batch_size={count}"]
+    words = ["digits", "--device", "cpu", "--set", f"global_batch_size={count}"]
     words += ["--set", "micro_batch=1", "--set", "max_steps=2"]
     many = ["--layout", "ddp", "--nproc-per-node", str(count)]
     alone = ddp("train", *words, "--layout", "single", "--output", tmp_path / "alone", timeout=SECONDS)
@@ -26,5 +26,4 @@ def test_two_steps_on_many_ranks_end_with_the_digest_of_one_process(count: int, 
     (_, expected), (directory, record) = trained(tmp_path / "alone"), trained(tmp_path / "together")
     assert record["weights_sha256"] == expected["weights_sha256"]
     assert (directory.path / "run.json").stat().st_size < 20_000
-    assert len(list((directory.path / "ledger").iterdir())) == count
     assert ddp("compare", "--output", tmp_path / "together").code == 0

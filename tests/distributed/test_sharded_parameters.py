@@ -49,7 +49,7 @@ def test_torchs_own_sums_end_near_those_without_shards(tmp_path: Path, count: in
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_plain_run_goes_on_with_sharded_parameters_and_without(tmp_path: Path) -> None:
-    words = [*CASES["ten micro-batches, clipped"], "--checkpoint-every", "2", "--ledger"]
+    words = [*CASES["ten micro-batches, clipped"], "--checkpoint-every", "2"]
     expected = train(tmp_path / "undisturbed", *words)["result"]["train_loss"]
     output = tmp_path / "killed"
     kill_at(output, 3, *words, "--shard", "parameters", ranks=3)

@@ -11,7 +11,7 @@ from typing import Any
 import docker
 import pytest
 
-from ddp_lab.chaos.judge import read_ledger, two_writers
+from ddp_lab.chaos.judge import two_writers
 from tests.docker.conftest import Project
 from tests.docker.nodes import QUIET, Start, run_drill
 from tests.faults.matrix import AGAIN, LATE, NOTICED, record_row
@@ -34,7 +34,7 @@ def test_killed_node_lost_rendezvous_paused_node_and_down_and_up_lose_nothing(im
           - {fault: down, at_step: 210}
         """,
     )
-    assert (report["identical"], report["ledger_whole"]) == (True, True)
+    assert report["identical"]
     assert (report["left_behind"], report["remarks"]) == ([], [])
     outcomes = [fault["outcome"] for fault in report["faults"]]
     assert outcomes == ["recovered"] * 4
@@ -86,7 +86,6 @@ def test_cut_off_minority_exits_6_and_writes_nothing_while_the_others_end_the_ru
     assert set(codes.values()) == {0}
     assert nodes.progress.path is not None
     assert two_writers(nodes.progress.path) is None
-    assert read_ledger(nodes.progress.path, nodes.progress.record["result"]["steps"])[1]
     said = f"D: noticed after {noticed:.1f} s; the others end with 0, the one cut off with 6"
     record_row(6, said, {LATE: noticed - float(str(QUIET["timeout"]))})
 

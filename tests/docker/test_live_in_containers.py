@@ -9,7 +9,6 @@ import pytest
 
 from ddp_core.observe.metrics import read_metrics
 from ddp_lab.chaos.drill import RENDEZVOUS
-from ddp_lab.chaos.judge import read_ledger
 from ddp_lab.cluster.cluster import Spec, wait_for
 from ddp_lab.cluster.containers import ContainerBackend
 from tests.docker.nodes import Nodes, Start, run_drill
@@ -44,7 +43,6 @@ def check_live(nodes: Nodes, digest: str) -> None:
     nodes.until(lambda: nodes.progress.completed)
     assert nodes.progress.record["weights_sha256"] == digest, nodes.said()[-5000:]
     assert nodes.progress.path is not None
-    assert read_ledger(nodes.progress.path, nodes.progress.record["result"]["steps"])[1]
     steps = [each["step"] for each in read_metrics(nodes.progress.path / "metrics.jsonl") if each["kind"] == "step"]
     assert len(steps) == len(set(steps))
     told = [each for each in nodes.progress.records if each["kind"] in ("step", "resume")]
@@ -134,4 +132,4 @@ def test_a_drill_with_live_recovery_loses_no_step(image: str, tmp_path: Path) ->
         """,
     )
     assert [fault["outcome"] for fault in report["faults"]] == ["recovered"] * 5
-    assert (report["identical"], report["ledger_whole"], report["remarks"]) == (True, True, [])
+    assert (report["identical"], report["remarks"]) == (True, [])

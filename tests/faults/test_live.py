@@ -13,7 +13,7 @@ import pytest
 
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.directory import RunDirectory
-from tests.faults.launches import DOTS, Launch, Watch, check_aftermath, check_ledger, train_words, undisturbed
+from tests.faults.launches import DOTS, Launch, Watch, check_aftermath, train_words, undisturbed
 from tests.support.commands import Ended, ddp, trained, wait_until
 from tests.support.processes import HANG
 
@@ -56,7 +56,6 @@ def check_end(output: Path, ended: Ended, ends: Ends) -> dict[str, Any]:
     assert "Traceback" not in ended.errors
     assert ends_of(output) == ends
     directory, record = trained(output)
-    check_ledger(directory, STEPS)
     lines = [(what, int(step), int(count)) for what, step, count in told(directory)]
     expected = {"step": lambda step: step, "epoch": lambda step: step // 8, "end": lambda step: 1}
     assert all(count == expected[what](step) for what, step, count in lines), "each once, by what callbacks keep"
@@ -262,6 +261,5 @@ def test_with_shards_all_start_again_and_the_user_is_told(tmp_path: Path) -> Non
     assert ended.code == 0, ended.errors
     assert ended.errors.count("with --shard optimizer each part is on one rank alone") == 1
     assert "starting the workers again from the last checkpoint" in ended.errors
-    directory, record = trained(tmp_path)
-    check_ledger(directory, 16)
+    _, record = trained(tmp_path)
     assert record["options"]["recovery"] == "restart"

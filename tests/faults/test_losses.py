@@ -126,7 +126,7 @@ def test_workers_leave_with_their_launcher(tmp_path: Path, digest: str, when: st
         assert launch.wait().code == -signal.SIGKILL
     if when == "while it trains":
         assert Watch(tmp_path).step() < 80, "they did not wait for the end of the training"
-        assert ddp("train", DOTS, "--device", "cpu", "--output", tmp_path, "--resume", "auto", "--ledger").code == 0
+        assert ddp("train", DOTS, "--device", "cpu", "--output", tmp_path, "--resume", "auto").code == 0
         check_aftermath(tmp_path, digest)
         record_row(
             4, f"workers gone after {gone:.2f} s; resumed on another layout, same weights", {"workers gone": gone}

@@ -10,7 +10,7 @@ import pytest
 
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.config.layout import SHARD_MODES, ShardMode
-from ddp_core.observe.ledger import committed_steps
+from ddp_core.observe.metrics import read_metrics
 from tests.faults.launches import STEPS_PER_EPOCH, Launch, Watch, check_aftermath, nodes, now, undisturbed
 from tests.faults.matrix import AGAIN, LATE, NOTICED, record_row
 from tests.support.commands import trained, wait_until
@@ -224,7 +224,7 @@ def test_a_request_to_one_node_stops_both(tmp_path: Path) -> None:
     directory, record = trained(tmp_path)
     newest = find_checkpoints(directory.checkpoints)[0]
     assert record["status"] == "stopped"
-    assert newest.step == max(committed_steps(directory.path))
+    assert newest.step == read_metrics(directory.metrics, "step")[-1]["step"]
     record_row(28, "SIGTERM to one of two nodes: 75 on both, saved")
 
 

@@ -14,13 +14,13 @@ from ddp_core import cli
 from ddp_core.checkpoint import load, newest_valid
 from ddp_core.experiment.building import resolve
 from ddp_core.experiment.file import load_experiment
-from tests.faults.launches import DOTS, check_aftermath, check_ledger
+from tests.faults.launches import DOTS, check_aftermath
 from tests.faults.matrix import record_row
 from tests.faults.workers import run_workers
 from tests.support.commands import ddp, trained
 from tests.support.layout_cases import digests
 
-WORDS = ["train", DOTS, "--layout", "ddp", "--device", "cpu", "--ledger", "--checkpoint-every", "4"]
+WORDS = ["train", DOTS, "--layout", "ddp", "--device", "cpu", "--checkpoint-every", "4"]
 
 
 def test_a_nan_on_one_rank_stops_all_before_the_update(tmp_path: Path, digest: str) -> None:
@@ -33,7 +33,7 @@ def test_a_nan_on_one_rank_stops_all_before_the_update(tmp_path: Path, digest: s
     newest = newest_valid(directory.checkpoints)
     assert newest is not None
     assert newest.step == 8
-    assert ddp("train", DOTS, "--device", "cpu", "--output", tmp_path, "--resume", "auto", "--ledger").code == 0
+    assert ddp("train", DOTS, "--device", "cpu", "--output", tmp_path, "--resume", "auto").code == 0
     check_aftermath(tmp_path, digest)
     record_row(14, f"5 on both ranks: '{found[0]}'; resumed, same weights")
 
@@ -44,7 +44,7 @@ def _read_rarely(rank: int) -> None:
 
 @pytest.mark.slow
 def test_a_nan_that_is_read_only_later_is_in_no_checkpoint(tmp_path: Path, digest: str) -> None:
-    words = ["train", DOTS, "--layout", "ddp", "--device", "cpu", "--ledger", "--checkpoint-every", "15"]
+    words = ["train", DOTS, "--layout", "ddp", "--device", "cpu", "--checkpoint-every", "15"]
     answers = run_workers([*words, "--output", str(tmp_path), "--fault", "nan@17:1"], 2, _read_rarely)
     assert [answer.code for answer in answers] == [5, 5]
     directory, record = trained(tmp_path)
@@ -54,7 +54,7 @@ def test_a_nan_that_is_read_only_later_is_in_no_checkpoint(tmp_path: Path, diges
     assert newest is not None
     assert newest.step == 16, "the best one so far, after two epochs"
     assert all(value.isfinite().all() for value in load(newest)["model"].values())
-    assert ddp("train", DOTS, "--device", "cpu", "--output", tmp_path, "--resume", "auto", "--ledger").code == 0
+    assert ddp("train", DOTS, "--device", "cpu", "--output", tmp_path, "--resume", "auto").code == 0
     check_aftermath(tmp_path, digest)
     record_row(14, "read every tenth step: no update and no checkpoint after step 16, step 17 named; same weights")
 
@@ -63,8 +63,8 @@ def test_a_nan_that_is_read_only_later_is_in_no_checkpoint(tmp_path: Path, diges
 def test_a_nan_is_skipped_on_all_ranks_when_told_to(tmp_path: Path) -> None:
     answers = run_workers([*WORDS, "--output", str(tmp_path), "--fault", "nan@11:1", "--on-nan", "skip"], 2)
     assert [answer.code for answer in answers] == [0, 0]
-    directory, _ = trained(tmp_path)
-    check_ledger(directory, 80)
+    directory, record = trained(tmp_path)
+    assert record["result"]["steps"] == 80
     assert "at step 11 on rank 1 (node 0)" in directory.log.read_text()
     assert "step skipped" in directory.log.read_text()
     weights = load_file(directory.path / "model.safetensors")

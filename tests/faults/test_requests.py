@@ -11,7 +11,7 @@ import pytest
 
 from ddp_core.checkpoint import find_checkpoints, verify
 from ddp_core.distributed.stop import describe_signal
-from ddp_core.observe.ledger import committed_steps
+from ddp_core.observe.metrics import read_metrics
 from tests.faults.launches import DOTS, Launch, Watch, check_aftermath, train_words
 from tests.faults.matrix import record_row
 from tests.support.commands import Ended, ddp, trained
@@ -33,12 +33,12 @@ def check_stopped(output: Path, ended: Ended, why: str) -> int:
     newest = find_checkpoints(directory.checkpoints)[0]
     assert newest.step == step
     verify(newest)
-    assert max(committed_steps(directory.path)) == step
+    assert read_metrics(directory.metrics, "step")[-1]["step"] == step
     return step
 
 
 def resume(output: Path, *words: str) -> None:
-    ended = ddp("train", DOTS, "--device", "cpu", "--output", output, "--resume", "auto", "--ledger", *words)
+    ended = ddp("train", DOTS, "--device", "cpu", "--output", output, "--resume", "auto", *words)
     assert ended.code == 0, ended.errors
 
 

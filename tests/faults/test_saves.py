@@ -22,7 +22,7 @@ from tests.faults.matrix import record_row
 from tests.faults.workers import run_workers
 from tests.support.commands import Ended, ddp, trained
 
-WORDS = ["train", DOTS, "--device", "cpu", "--ledger", "--checkpoint-every", "4"]
+WORDS = ["train", DOTS, "--device", "cpu", "--checkpoint-every", "4"]
 
 
 @pytest.fixture(scope="module")

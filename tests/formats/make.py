@@ -41,7 +41,7 @@ def make(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         shutil.copy(FOLDER / "tiny.py", place)
-        often = ("--checkpoint-every", "2", "--digest-every", "1", "--ledger")
+        often = ("--checkpoint-every", "2", "--digest-every", "1")
         finished = _train(place, "finished", ExitCode.DONE, *often, "--keep-for-audit", "2")
         shards = ("--layout", "ddp", "--nproc-per-node", "2", "--shard", "optimizer", "--max-restarts", "0")
         # A slow step leaves the save of the step before it the time to end.

@@ -21,7 +21,6 @@ from ddp_core.config.options import Asked
 from ddp_core.distributed.children import Children
 from ddp_core.numerics.limits import RULES
 from ddp_core.observe.heartbeat import read_heartbeats
-from ddp_core.observe.ledger import audit, committed_steps
 from ddp_core.record.bundles import unpack_bundle
 from ddp_core.record.data import recorded_digest
 from ddp_core.record.lock import is_held
@@ -65,7 +64,6 @@ def test_a_finished_run_is_read(folder: Path) -> None:
     assert {each["kind"] for each in run.metrics} == {"step", "evaluation", "digest", "checkpoint"}
     data = recorded_digest(run.path, run.record)
     assert (data.sha256, len(data.parts)) == (says["data_sha256"], 12)
-    assert audit(run.path).startswith("ledger: 4 steps, 2 epochs, 16 samples")
     assert {found.record["weights_sha256"] for found in read_runs(folder).runs} == {says["weights_sha256"], None}
 
 
@@ -137,7 +135,6 @@ def test_a_killed_run_on_two_ranks_goes_on_in_one_process(folder: Path) -> None:
 def test_the_small_files_beside_it_are_read(folder: Path) -> None:
     run, says = folder / "killed", told(folder)
     assert [(beat["rank"], beat["node_rank"]) for beat in read_heartbeats(run)] == [(0, 0), (1, 0)]
-    assert set(committed_steps(run)) >= {1, 2}
     assert not is_held(run)
     Fence(run, 1).check()
     assert Fence.take(run).token == 2

@@ -26,7 +26,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
 
 def check(output: Path, ends: Ends, kills: list[str], ranks: int) -> None:
     live = ["--layout", "ddp", "--nproc-per-node", str(ranks), "--recovery", "live", "--timeout", "60"]
-    files = ["--ledger", "--checkpoint-every", "4", "--log-every", "1", "--output", str(output)]
+    files = ["--checkpoint-every", "4", "--log-every", "1", "--output", str(output)]
     env = {"STRUCK_KILLS": ",".join(kills)}
     ended = command("train", STRUCK, *KEPT, "--device", "cuda", *live, *files, env=env, timeout=500)
     check_live(output, ended, ends, kills)

@@ -83,7 +83,7 @@ def test_an_overflow_in_the_first_step_leaves_no_unwritten_momentum() -> None:
 def test_a_request_to_stop_is_met_at_the_end_of_the_step(kind: str, tmp_path: Path) -> None:
     words = ["train", DOTS, "--layout", kind, "--device", "cuda", "--nproc-per-node", "1", "--output", str(tmp_path)]
     # Losses are read at the ends of epochs only, every eighth step; a step takes six pauses.
-    with Launch(*words, "--ledger", "--log-every", "1000", "--checkpoint-every", "1000", pause=0.2) as launch:
+    with Launch(*words, "--log-every", "1000", "--checkpoint-every", "1000", pause=0.2) as launch:
         Watch(tmp_path).wait_for_step(8)
         launch.signal(signal.SIGTERM)
         ended = launch.wait()

@@ -29,7 +29,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
 def train(output: Path, kills: Sequence[str], devices: int = 3, left: str = "") -> Ended:
     """Train `struck` on three ranks; `left` is what DDP_STANDIN_NCCL says of a message that never comes."""
     live = ["--layout", "ddp", "--nproc-per-node", "3", "--recovery", "live", "--timeout", "20"]
-    files = ["--ledger", "--checkpoint-every", "4", *EACH, "--output", output]
+    files = ["--checkpoint-every", "4", *EACH, "--output", output]
     env = environment(devices) | {"STRUCK_KILLS": ",".join(kills), VARIABLE: left}
     return ddp("train", STRUCK, *KEPT, "--device", "cuda", *live, *files, env=env, timeout=HANG)
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from ddp_core.base.seeds import MicroBatchSeed
-from ddp_core.observe.ledger import committed_steps
 from tests.support.commands import LAUNCHER_VARIABLES, trained
 from tests.support.processes import free_port, run_processes
 
@@ -53,12 +52,6 @@ def digests(
         name: (record["weights_sha256"], record["optimizer_sha256"])
         for name, record in zip(cases, records, strict=True)
     }
-
-
-def ids_by_step(output: Path) -> dict[int, tuple[int, list[int]]]:
-    """Epoch and sample ids of every step, read from the ledger, in the order of the global batch."""
-    directory, _ = trained(output)
-    return committed_steps(directory.path)
 
 
 def _run_all(

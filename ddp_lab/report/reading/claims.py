@@ -60,7 +60,6 @@ class Drill(_Loose):
     digest: str | None = None
     undisturbed_digest: str | None = None
     identical: bool | None = None
-    ledger: str | None = None
     exit_code: int | None = None
     seconds: float | None = None
 

@@ -34,7 +34,6 @@ COMMANDS = (
     "bundle",
     "export",
     "verify-layouts",
-    "ledger",
     "health",
     "data",
     "rendezvous",

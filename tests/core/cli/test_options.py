@@ -58,7 +58,6 @@ VALUES = {
     "on_nan": "skip",
     "log_every": 1,
     "digest_every": 5,
-    "ledger": True,
     "log_to": ("tensorboard",),
     "profile": "20:25",
     "guard": "strict",

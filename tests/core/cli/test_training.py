@@ -78,8 +78,8 @@ def test_arguments_become_the_words_of_the_command() -> None:
         *("--set", "model.name=mlp", "--set", 'model.word="3"'),
     ]
     assert words("digits", settings=["epochs=3"]) == words("digits", settings="epochs=3")
-    assert words("digits", ledger=True, asynchronous_save=False, numerics=None, log_to="tensorboard", nnodes=2) == [
-        *("digits", "--nnodes", "2", "--synchronous-save", "--ledger", "--log-to", "tensorboard")
+    assert words("digits", cuda_graph=True, asynchronous_save=False, numerics=None, log_to="tensorboard", nnodes=2) == [
+        *("digits", "--nnodes", "2", "--cuda-graph", "--synchronous-save", "--log-to", "tensorboard")
     ]
 
 
@@ -104,8 +104,8 @@ def test_a_failure_has_the_last_line_and_the_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pretend(monkeypatch, tmp_path, "echo one; echo two >&2; echo 'ddp: error: no room'; echo; exit 4")
-    with pytest.raises(UserError, match=r"`ddp train digits --ledger` ended with 4: no room$") as failure:
-        train("digits", ledger=True)
+    with pytest.raises(UserError, match=r"`ddp train digits --cuda-graph` ended with 4: no room$") as failure:
+        train("digits", cuda_graph=True)
     assert failure.value.exit_code == ExitCode.RESOURCES
     assert capsys.readouterr().out == "one\ntwo\nddp: error: no room\n\n"
 

@@ -30,7 +30,7 @@ from tests.support.commands import ddp, forked, running, train, trained, wait_un
 from tests.support.layout_cases import ADAMW_MLP
 from tests.support.processes import HANG
 
-WORDS = (ADAMW_MLP, "--set", "max_steps=40", "--log-every", "1", "--ledger")
+WORDS = (ADAMW_MLP, "--set", "max_steps=40", "--log-every", "1")
 DDP = ("--layout", "ddp", "--nproc-per-node", "2")
 
 

@@ -101,7 +101,7 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     folder = tmp_path_factory.mktemp("documents")
     output = folder / "out"
-    train(output, "toy_mlp", "--ledger", "--checkpoint-every", "2", "--digest-every", "2")
+    train(output, "toy_mlp", "--checkpoint-every", "2", "--digest-every", "2")
     made, record = trained(output)
     first, *_ = record["attempts"]
     attempts = [first | {"guard": GUARD, "extended_from": EXTENDED}]
@@ -182,7 +182,6 @@ READERS: dict[str, list[Read]] = {
     "toy_mlp/other/run.json": RUN,
     "toy_mlp/run/data.json": [every_part_of_a_run],
     "toy_mlp/run/metrics.jsonl": [every_part_of_a_run, progress, drill, lambda place: read_runs(place.output)],
-    "toy_mlp/run/ledger/attempt-0000-rank-0000.jsonl": [drill, command("ledger", "RUN")],
     "toy_mlp/run/heartbeats/rank-0.json": [
         progress,
         lambda place: name_lost_peer(place.run, World(rank=1, world_size=2), "[127.0.0.1]:1"),

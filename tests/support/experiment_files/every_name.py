@@ -114,7 +114,7 @@ class OnEveryRank(Callback):
 
 
 class Samples(StepObserver):
-    """Sees what a ledger sees."""
+    """Sees which samples a rank trains."""
 
     def before_step(self, batch: StepBatch) -> None:
         assert sum(len(ids) for ids in batch.ids) <= batch.samples
