@@ -21,7 +21,7 @@ from ddp_core.experiment.source import read_source
 from ddp_core.record.bundles import BUNDLE_FORMAT, MANIFEST, PINS
 from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.environment import pins
+from ddp_core.record.environment import pins, require_source
 from ddp_core.record.guarded import what_broke_it
 from ddp_core.record.weights import WEIGHTS, read_weights, require_recorded_weights
 
@@ -47,8 +47,7 @@ def make_bundle(path: Path, target: Path | None) -> int:
     record = RunDirectory(path).read()
     if record["status"] != "completed":
         raise UserError(f"{path} is {record['status']}, so it has no result to hand over; finish it: --resume {path}")
-    if "source" not in record:
-        raise UserError(f"{path} was recorded by an earlier version of ddp, which did not keep the code: train it anew")
+    require_source(path, record)
     if (fork := record.get("forked_from")) is not None:
         raise UserError(
             f"{path} is a fork of {fork['run']}, without which nobody can train it again, and a bundle holds one run: "

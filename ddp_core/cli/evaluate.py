@@ -6,14 +6,14 @@ they are evaluated can be changed. Loads no torch itself: portable numerics are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_core.base.errors import UserError
 from ddp_core.cli.train import carry_out
 from ddp_core.config.options import Asked
-from ddp_core.record.environment import recorded_numerics
+from ddp_core.record.environment import as_recorded
 from ddp_core.record.places import Place, place_named
 
 if TYPE_CHECKING:
@@ -45,28 +45,11 @@ def evaluate(
             )
     with place_named(named) as place:
         record = place.run.read()
-        if "source" not in record:
-            raise UserError(f"{named} was recorded by an earlier version of ddp, which did not keep the code")
-        asked = _asked(place, record, settings, {name: value for name, value in layout.items() if value is not None})
+        # On the layout that was given, else in one process.
+        own = {"device": record["layout"]["device"], "guard": "off", "max_restarts": 0, "settings": tuple(settings)}
+        given = {name: value for name, value in layout.items() if value is not None}
+        asked = Asked.model_validate(as_recorded(place.run.path, record) | own | given)
         return carry_out(asked, words, is_own_process, evaluated=lambda: _evaluated(named, place, at, as_json))
-
-
-def _asked(place: Place, record: Mapping[str, Any], settings: Sequence[str], layout: Mapping[str, Any]) -> Asked:
-    """The request: the run's own experiment and numerics on the layout that was given, else in one process."""
-    options, source = record["options"], record["source"]
-    recorded = {
-        "experiment": str(place.run.path / source["folder"] / source["experiment"]),
-        "record": str(place.run.path / "run.json"),
-        "device": record["layout"]["device"],
-        "reduction": options["reduction"],
-        "numerics": recorded_numerics(record),
-        "deterministic": "always" if options.get("deterministic", True) else "never",
-        "data_dir": options["data_dir"],
-        "guard": "off",
-        "max_restarts": 0,
-        "settings": tuple(settings),
-    }
-    return Asked.model_validate(recorded | dict(layout))
 
 
 def _evaluated(named: Path, place: Place, at: At | None, as_json: bool) -> Evaluated:

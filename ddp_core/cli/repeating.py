@@ -23,7 +23,7 @@ from ddp_core.record.bundles import unpack_bundle
 from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.data import digest_data, recorded_digest
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.environment import describe_code, package_differences, recorded_numerics
+from ddp_core.record.environment import as_recorded, describe_code, package_differences, require_source
 from ddp_core.record.guarded import broken_promise
 from ddp_core.record.weights import read_weights
 
@@ -81,20 +81,14 @@ def checked(
     """What trains the run again; `where`: the options that say where. Raises UserError and Different."""
     path, options = directory.path, record["options"]
     _require_repeatable(path, record)
-    asked = Asked(
-        experiment=str(path / record["source"]["folder"] / record["source"]["experiment"]),
-        record=str(path / "run.json"),
-        reduction=options["reduction"],
-        numerics=recorded_numerics(record),
-        # Runs were always deterministic before there was a choice.
-        deterministic="always" if options.get("deterministic", True) else "never",
-        data_dir=data_dir or options["data_dir"],
-        digest_every=options["digest_every"],
+    again = as_recorded(path, record) | {
+        "digest_every": options["digest_every"],
         # Where the run went on after a finding of its guard, its repetition must go on, too.
-        on_difference="stop" if broken_promise(record) is None else "warn",
-        # The bits of the plain reduction belong to a layout.
-        **(where if options["reduction"] == "exact" else place_of(record, None, None, None)),
-    )
+        "on_difference": "stop" if broken_promise(record) is None else "warn",
+    }
+    # The bits of the plain reduction belong to a layout.
+    again |= where if options["reduction"] == "exact" else place_of(record, None, None, None)
+    asked = Asked.model_validate(again | ({"data_dir": data_dir} if data_dir else {}))
     for line in _check_code(directory, record):
         print(f"note: {line}")
     _check_data(directory, record, asked)
@@ -104,8 +98,7 @@ def checked(
 
 def _require_repeatable(path: Path, record: Mapping[str, Any]) -> None:
     """Raises UserError for a run that training cannot repeat."""
-    if "source" not in record:
-        raise UserError(f"{path} was recorded by an earlier version of ddp, which did not keep the code: train it anew")
+    require_source(path, record)
     if record["source"]["unreadable"]:
         raise UserError(
             f"{path} cannot be repeated: the source of module {record['source']['unreadable'][0]} was gone when it "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -163,7 +162,9 @@ class Loader:
         found = [self.dataset[number] for number in numbers] if several is None else several(numbers)
         try:
             if not isinstance(found, tuple):
-                return _stacked(found, numbers) if self.collate is None else _collated(self.collate, found, numbers)
+                if self.collate is None:
+                    return _stacked(found, numbers)
+                return _aligned(self.collate(found), "collate returned")
             if self.collate is None:
                 return _aligned(found, "__getitems__ returned")
             raise UserError(
@@ -206,25 +207,6 @@ def _stacked(samples: list[Any], ids: Sequence[int]) -> Batch:
             "same shape and type, or define collate(samples) in the experiment file, which may pad them"
         ) from None
     return inputs, targets
-
-
-def _collated(collate: Collate, samples: list[Any], ids: Sequence[int]) -> Batch:
-    """What the experiment's own `collate` makes of the samples, whose `ids` are told in messages.
-
-    Raises UserError, with the line, for an exception inside `collate`, and for a result that is no pair.
-    """
-    try:
-        result = collate(samples)
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        # The line is the exception's deepest point in the file that defines `collate`, or its deepest point of all.
-        file = getattr(getattr(collate, "__code__", None), "co_filename", None)
-        frames = traceback.extract_tb(error.__traceback__)
-        frame = ([frame for frame in frames if frame.filename == file] or frames)[-1]
-        reason = ": ".join(part for part in (type(error).__name__, " ".join(str(error).split())) if part)
-        raise UserError(f"{frame.filename}:{frame.lineno}: collate raised {reason}, for samples {list(ids)}") from None
-    return _aligned(result, "collate returned")
 
 
 def _aligned(batch: Any, source: str) -> Batch:

@@ -25,17 +25,10 @@ _EXPECTED = (
     "a data builder returns a data set, which has __len__ and __getitem__(index), a pair (train, test) of them, "
     "or ddp_core.data.splits.Splits"
 )
-_INDEX = "put its shards behind __len__ and __getitem__ (docs/how-to/stream-from-shards.md)"
-_BY_INDEX = {
-    package: f"{way} (docs/how-to/use-streaming-libraries.md)"
-    for package, way in {
-        "datasets": "load it without streaming=True",
-        "streaming": "open its folder as streaming.LocalDataset",
-        "litdata": "put it behind a class whose __getitem__ asks it by index",
-    }.items()
-}
-"""By library: how its streams are asked by index."""
-
+_INDEX = (
+    "put its shards behind __len__ and __getitem__ (docs/how-to/stream-from-shards.md), or ask its library by index "
+    "(docs/how-to/use-streaming-libraries.md)"
+)
 
 Sample = TypeVar("Sample", covariant=True)
 """What `__getitem__` returns."""
@@ -107,11 +100,9 @@ def _require_indexed(dataset: Any, what: str) -> None:
         )
     indexed = hasattr(kind, "__getitem__") and not isinstance(dataset, IterableDataset)
     if not indexed and hasattr(kind, "__iter__"):
-        packages = (base.__module__.partition(".")[0] for base in kind.__mro__)
-        way = next((_BY_INDEX[package] for package in packages if package in _BY_INDEX), _INDEX)
         raise UserError(
             f"{what} is a {kind.__name__}, a stream: its samples have no index, so no rank could begin at a position "
-            f"of its own; {way}"
+            f"of its own; {_INDEX}"
         )
     if not indexed or not hasattr(kind, "__len__"):
         raise UserError(f"{what} is a {kind.__name__}; {_EXPECTED}")

@@ -16,7 +16,6 @@ from ddp_core.config.experiment import UNTRAINED, Experiment
 from ddp_core.config.records import dotted, setting_text
 from ddp_core.experiment.request import Request
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
-from ddp_core.record.fork_rules import refused_changes
 from ddp_core.record.lock import require_unlocked
 from ddp_core.record.run_json import RecordedRun
 
@@ -27,6 +26,9 @@ LENGTH = ("epochs", "max_steps")
 """The settings by which a finished run may be extended."""
 _WOULD_REPEAT = {ExitCode.BAD_INPUT, ExitCode.NUMERICS}
 """The exit codes of runs that would end in the same way again."""
+_ORDER = ("seed", "global_batch_size", "last_batch", "data")
+_STATE = ("optimizer.name", "optimizer.implementation")
+"""Settings that say which samples come when, and those that say what the optimizer's state means."""
 
 
 class Values(NamedTuple):
@@ -56,6 +58,22 @@ def in_words(changes: Mapping[str, Values]) -> str:
     return shown(
         "; ".join(f"{name} {_value(there)} there, {_value(here)} here" for name, (there, here) in changes.items())
     )
+
+
+def refused_changes(changes: Mapping[str, Values]) -> str | None:
+    """The first of these differences that a fork may not have, in words; None where it may have them all.
+
+    `changes`: the value in the parent's record and the value now, by names that `--set` knows.
+    """
+    for name, (there, here) in changes.items():
+        if name in _STATE or name.partition(".")[0] in _ORDER:
+            what = "what the optimizer's state means" if name in _STATE else "which samples come when"
+            return f"{name} is {_value(there)} there and {_value(here)} here, which changes {what}"
+        if name == "best":
+            return f"best is {_value(there)} there and {_value(here)} here: the best value so far is of another figure"
+        if name == "ema_decay" and there is None:
+            return "ema_decay is not set there, so its checkpoints hold no averaged weights"
+    return None
 
 
 def find_resumable(request: Request, samples: int) -> RunDirectory | None:

@@ -62,6 +62,27 @@ def recorded_numerics(record: Mapping[str, Any]) -> str:
     return "portable"
 
 
+def require_source(path: Path, record: Mapping[str, Any]) -> None:
+    """Raises UserError for a run at `path` that has not kept its code."""
+    if "source" not in record:
+        raise UserError(f"{path} was recorded by an earlier version of ddp, which did not keep the code: train it anew")
+
+
+def as_recorded(path: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `ddp train` by which the run at `path` is computed again. Raises UserError where it cannot be."""
+    require_source(path, record)
+    options, source = record["options"], record["source"]
+    return {
+        "experiment": str(path / source["folder"] / source["experiment"]),
+        "record": str(path / "run.json"),
+        "reduction": options["reduction"],
+        "numerics": recorded_numerics(record),
+        # Runs were always deterministic before there was a choice.
+        "deterministic": "always" if options.get("deterministic", True) else "never",
+        "data_dir": options["data_dir"],
+    }
+
+
 def recorded_experiment(record: Mapping[str, Any]) -> Experiment:
     """The experiment of a run. Raises UserError, which names each wrong field.
 

@@ -16,12 +16,12 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import NewFile
 from ddp_core.base.refusals import refused
-from ddp_core.checkpoint import Checkpoint, find_checkpoints, newest_valid, read_checkpoint
+from ddp_core.checkpoint import find_checkpoints, read_checkpoint
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.experiment.request import Request
-from ddp_core.record.continuing import differing
+from ddp_core.record.continuing import differing, refused_changes
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.fork_rules import refused_changes
+from ddp_core.record.trained import kept_checkpoint
 from ddp_core.record.weights import read_weights
 
 _PIECE = 2**24
@@ -67,7 +67,7 @@ def find_fork(request: Request, samples: int) -> Fork:
             f"--fork {parent.path}: {reason}. Set it as it was, or begin a run with the weights alone: "
             f"--init-from {parent.path}"
         )
-    checkpoint = _chosen(parent, asked.at)
+    checkpoint = kept_checkpoint(parent, asked.at or "newest")
     experiment = request.loaded.experiment
     total = experiment.total_steps(experiment.steps_per_epoch(samples))
     if checkpoint.step >= total:
@@ -83,24 +83,6 @@ def find_fork(request: Request, samples: int) -> Fork:
         weights_digest(read_weights(checkpoint.path)),
         str(checkpoint.metadata.get("experiment_sha256")),
         _hyperparameters(record, experiment),
-    )
-
-
-def _chosen(parent: RunDirectory, at: int | None) -> Checkpoint:
-    """The checkpoint of the step `at`, or the newest one. Raises UserError (3) where it is not there."""
-    found = find_checkpoints(parent.checkpoints)
-    steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(found)) or "none"
-    if at is None:
-        if (newest := newest_valid(parent.checkpoints)) is not None:
-            return newest
-        raise UserError(f"--fork {parent.path}: the run has no checkpoint", ExitCode.NO_CHECKPOINT)
-    for checkpoint in found:
-        if checkpoint.step == at:
-            return checkpoint
-    raise UserError(
-        f"--fork {parent.path} --at {at}: there is no such checkpoint; kept are those of the steps: {steps}. "
-        "--checkpoint-every and --keep-every decide which are",
-        ExitCode.NO_CHECKPOINT,
     )
 
 

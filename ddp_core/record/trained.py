@@ -36,7 +36,7 @@ from ddp_core.experiment.request import build_model
 from ddp_core.experiment.source import kept_modules, read_source
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.environment import recorded_experiment
+from ddp_core.record.environment import recorded_experiment, require_source
 from ddp_core.record.initial_weights import fill
 from ddp_core.record.places import Place, place_named
 from ddp_core.record.run_json import RecordedRun
@@ -120,8 +120,7 @@ class TrainedWeights:
 
         Raises UserError where that code was changed.
         """
-        if "source" not in self.record:
-            raise UserError(f"{self.run.path} was recorded by an earlier version of ddp, which did not keep the code")
+        require_source(self.run.path, self.record)
         source = self.record["source"]
         read_source(self.run.path, source)
         folder = self.run.path / source["folder"]
@@ -166,10 +165,16 @@ def weights_at(place: Place, at: At) -> TrainedWeights:
                 'take what it has: at="newest" (--at newest)'
             )
         at = last
+    if at == "newest" and last is not None and not find_checkpoints(run.checkpoints):
+        return TrainedWeights(run, record, last, None)
+    found = kept_checkpoint(run, at)
+    return TrainedWeights(run, record, found.step, found)
+
+
+def kept_checkpoint(run: RunDirectory, at: int | Literal["newest", "best"]) -> Checkpoint:
+    """The checkpoint of a step, or the newest or the best one. Raises UserError (3) where it is not there."""
     if at == "newest":
         found = newest_valid(run.checkpoints, tell_user)
-        if found is None and last is not None:
-            return TrainedWeights(run, record, last, None)
     elif at == "best":
         found = best_checkpoint(run.checkpoints)
     else:
@@ -181,7 +186,7 @@ def weights_at(place: Place, at: At) -> TrainedWeights:
             f"{run.path} has no checkpoint {which}; of these steps it has one: {there} (--keep-every keeps more)",
             ExitCode.NO_CHECKPOINT,
         )
-    return TrainedWeights(run, record, found.step, found)
+    return found
 
 
 def load_model(
