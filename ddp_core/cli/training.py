@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -112,12 +112,28 @@ def _written(settings: Mapping[str, Any] | Iterable[str]) -> tuple[str, ...]:
 def _follow(words: list[str], variables: Mapping[str, str]) -> tuple[int, Iterable[str]]:
     """Run a `ddp` command and print what it prints; returns its exit code, and the last lines.
 
-    Raises KeyboardInterrupt where it was interrupted, but only once it has ended.
+    Interrupts are passed on to it. Raises KeyboardInterrupt where one came, but only once it has ended.
     """
     last = deque[str](maxlen=_LAST_LINES)
-    with (
-        _Interrupts() as interrupts,
-        subprocess.Popen(
+    started: list[subprocess.Popen[str]] = []
+    came: list[int] = []
+    waiting: list[int] = []
+
+    def hear(number: int, _: FrameType | None) -> None:
+        came.append(number)
+        waiting.append(number)
+        pass_on()
+
+    def pass_on() -> None:
+        # A signal may interrupt this function anywhere; each is sent once all the same.
+        while started and waiting:
+            started[0].send_signal(waiting.pop())
+
+    # Python delivers signals to its main thread alone, and lets no other thread handle them.
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, hear) if is_main else None
+    try:
+        with subprocess.Popen(
             [sys.executable, "-m", "ddp_core", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -129,52 +145,19 @@ def _follow(words: list[str], variables: Mapping[str, str]) -> tuple[int, Iterab
             # A terminal, or a notebook's server, sends an interrupt to the whole group of processes. The command would
             # hear it twice, which means that it shall not save.
             process_group=0,
-        ) as process,
-    ):
-        interrupts.pass_on_to(process)
-        assert process.stdout is not None
-        for line in process.stdout:
-            sys.stdout.write(line)
-            sys.stdout.flush()
-            last.append(line)
-        code = process.wait()
-    if interrupts.came:
+        ) as process:
+            started.append(process)
+            pass_on()
+            assert process.stdout is not None
+            for line in process.stdout:
+                sys.stdout.write(line)
+                sys.stdout.flush()
+                last.append(line)
+            code = process.wait()
+    finally:
+        if is_main:
+            # None stands for a handler that was not set from Python, and that Python cannot set again.
+            signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+    if came:
         raise KeyboardInterrupt
     return code, last
-
-
-class _Interrupts:
-    """Within the block, Ctrl-C raises no KeyboardInterrupt, but is passed on to a process, once there is one."""
-
-    def __init__(self) -> None:
-        self.came = False
-        self._waiting: list[int] = []
-        self._process: subprocess.Popen[str] | None = None
-        self._before: Any = None
-        # Python delivers signals to its main thread alone, and lets no other thread handle them.
-        self._is_main = threading.current_thread() is threading.main_thread()
-
-    def __enter__(self) -> Self:
-        if self._is_main:
-            self._before = signal.signal(signal.SIGINT, self._hear)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_main:
-            # None stands for a handler that was not set from Python, and that Python cannot set again.
-            signal.signal(signal.SIGINT, signal.default_int_handler if self._before is None else self._before)
-
-    def pass_on_to(self, process: subprocess.Popen[str]) -> None:
-        """Pass interrupts on to `process`, those that came before, too."""
-        self._process = process
-        self._pass_on()
-
-    def _hear(self, number: int, _: FrameType | None) -> None:
-        self.came = True
-        self._waiting.append(number)
-        self._pass_on()
-
-    def _pass_on(self) -> None:
-        # A signal may interrupt this function anywhere; each is sent once all the same.
-        while self._process is not None and self._waiting:
-            self._process.send_signal(self._waiting.pop())
