@@ -27,7 +27,7 @@ class Facts:
     def of_all(self, collectives: Collectives) -> list[Facts]:
         """The facts of all ranks; a collective. Raises UserError, on every rank, where code, request or model differ.
 
-        A file that only some ranks have imported is not compared: rank 0 may import TensorBoard, which the others do not.
+        A file that only some ranks have imported is not compared: rank 0 may load TensorBoard, the others do not.
         """
         everyones: list[Facts] = collectives.gather(self)
         first = everyones[0]

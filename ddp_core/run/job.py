@@ -9,7 +9,6 @@ from torch import nn
 
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import Checkpointer, Fence, Ranks, sweep
-from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.numerics.limits import rules_of
 from ddp_core.observe.heartbeat import Heartbeat
