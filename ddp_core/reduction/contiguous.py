@@ -31,8 +31,6 @@ class ContiguousShares:
         self._ddp, self._gradients, self._channel = ddp, gradients, channel
         self._rank, self._world_size = channel.ordered_sum.rank, channel.ordered_sum.world_size
         self._hook = HookState(channel, {parameter: index for index, parameter in enumerate(gradients.parameters)})
-        # Whether all have gradients is asked in the first, second, fourth, … overlapped step: it takes an exchange.
-        self._steps = 0
         self._all_used: bool | None = None
         """Whether each micro-batch of the first step had a gradient for each parameter; None before that is known."""
         self._uses_all = True
@@ -108,23 +106,22 @@ class ContiguousShares:
         elif self._world_size > 1 and self._ddp is not None:
             # Else DDP would do so in the next forward, where other ranks may be asked something at that moment.
             rebuild_buckets(self._ddp)
-            self._steps += 1
-            if self._steps.bit_count() == 1:
-                self._require_gradients()
+            self._require_gradients()
         if statistics.numel():
             own = [tensor for subtree in self._statistics.subtrees for tensor in subtree.tensors if tensor is not None]
             self._channel.sum(own, statistics, self._tree.leaves)
         scale_gradients_(self._gradients.parameters, scale)
 
     def _require_gradients(self) -> None:
-        """Raise RuntimeError on all ranks for a parameter that no rank has a gradient for; a collective.
+        """Raise RuntimeError on all ranks for a parameter that no rank has a gradient for.
 
-        DDP has put one of zeros into its `.grad`, which is None in one process, and weight decay would change it here.
+        Its `.grad` is None in one process, but here it is the sum, of -0.0 alone, and weight decay would then change
+        the parameter. No rank asks another: where a gradient is absent on all of them, each sees the same sum.
         """
-        names = self._gradients.names
-        used = self._channel.on_any([index not in self._hook.absent for index in range(len(names))])
-        if not all(used):
-            name = names[used.index(False)].removeprefix("module.")
+        parameters = self._gradients.parameters
+        unused = [index for index in sorted(self._hook.absent) if _is_missing(parameters[index].grad)]
+        if unused:
+            name = self._gradients.names[unused[0]].removeprefix("module.")
             raise RuntimeError(
                 f"backward came by {name} and gave it no gradient in any micro-batch, as a Function of yours does that "
                 "returns None: construct DistributedDataParallel with find_unused_parameters=True "
@@ -235,6 +232,11 @@ def _fold_into_bucket(
         fill_(views_of(flat, parameters), [subtree.tensors[position] for position in positions])
         own.append(flat)
     return [*own, buffer]
+
+
+def _is_missing(total: Tensor | None) -> bool:
+    """Whether a sum looks as if there was no gradient to add: -0.0 everywhere."""
+    return total is None or bool(((total == 0) & total.signbit()).all())
 
 
 def _flatten(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:

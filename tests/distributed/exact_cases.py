@@ -521,6 +521,29 @@ def leave_a_parameter_out(
     return message
 
 
+def give_no_gradient_in_a_later_step(rank: int, world_size: int) -> str:
+    """Train until a Function gives a weight no gradient in any micro-batch of the fourth step; return the error."""
+    dist.init_process_group("gloo")
+    net = ZeroNet(present=range(4), left_out=False)
+    module = wrap(net)
+    exact = ExactReduction(module, 4)
+    message = ""
+    try:
+        for step in range(5):
+            net.present = range(0 if step == 3 else 4)
+            for index in exact.share:
+                with exact.micro_batch(index):
+                    module(index).backward()
+            exact.finish()
+    except RuntimeError as error:
+        message = f"step {step}: {error}"
+    exact.close()
+    del exact, module
+    gc.collect()
+    dist.destroy_process_group()
+    return message
+
+
 def foreign_loop(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     """Train in a loop that runs forwards outside of `micro_batch`, on all ranks and then on each alone.
 

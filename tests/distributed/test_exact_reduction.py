@@ -96,6 +96,11 @@ def test_a_parameter_left_out_of_the_last_backward_is_named() -> None:
     assert "find_unused_parameters" in messages[0]
 
 
+def test_a_parameter_that_no_rank_has_a_gradient_for_in_any_later_step_is_named_on_all() -> None:
+    messages = run_processes(cases.give_no_gradient_in_a_later_step, 2)
+    assert all(each.startswith("step 3: backward came by weight and gave it no gradient") for each in messages)
+
+
 def test_a_parameter_left_out_in_the_first_step_may_be_left_out_in_all() -> None:
     assert run_processes(cases.leave_a_parameter_out, 2, "contiguous", range(3)) == ["", ""]
 
