@@ -50,12 +50,9 @@ class CommunicationThreads:
 
     def submit(self, transfer: Transfer, like: Tensor) -> torch.futures.Future[Tensor]:
         """Queue `transfer`, which may use what the calling thread has computed so far on `like`'s device."""
-        future: torch.futures.Future[Tensor]
+        future = _future_on(like.device)
         if like.device.type == "cuda":
-            future = torch.futures.Future(devices=[like.device])
             transfer = self._on_side_stream(transfer, like.device)
-        else:
-            future = torch.futures.Future()
         self._queues[0].put((transfer, future, like.device))
         return future
 
@@ -167,8 +164,10 @@ class Channel:
     def submit(self, transfer: Transfer, like: Tensor) -> torch.futures.Future[Tensor]:
         """See `CommunicationThreads.submit`."""
         if self._threads is not None:
+            if self.closed:
+                raise closed()
             return self._threads.submit(transfer, like)
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future = _future_on(like.device)
         with torch.no_grad():
             try:
                 while True:
@@ -196,7 +195,8 @@ class Channel:
         In host memory where the group can, so that the host waits for no CUDA device.
         """
         group = self.group
-        assert group is not None
+        if group is None:
+            raise closed()
         device = torch.device("cpu") if carries_host_memory(group) else self.device
         found = torch.tensor(flags, dtype=torch.uint8, device=device)
 
@@ -220,6 +220,16 @@ class Channel:
             self.group, self.ordered_sum = None, OrderedSum(None)
             if not waits and self.device.type == "cpu":
                 let_go(last)
+
+
+def closed() -> RuntimeError:
+    """The error for an exchange after the end."""
+    return RuntimeError("this reduction was closed: make another one to train on")
+
+
+def _future_on(device: torch.device) -> torch.futures.Future[Tensor]:
+    """A future for a tensor on this device: torch refuses a result on a device that its future was not made for."""
+    return torch.futures.Future(devices=[] if device.type == "cpu" else [device])
 
 
 def own_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> dist.ProcessGroup:

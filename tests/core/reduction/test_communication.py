@@ -140,6 +140,23 @@ def test_a_channel_has_as_many_threads_as_its_sums_have_phases(monkeypatch: pyte
     assert on_threads(3, counts) == [[1, 3, 2, 1]] * 3
 
 
+def test_an_exchange_after_the_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)
+
+    def messages(group: Any) -> list[str]:
+        channel, tensor = Channel(group, CPU, None), torch.ones(2)
+        channel.close()
+        found = []
+        for exchange in (lambda: channel.sum([tensor], tensor, 2), lambda: channel.on_any([True])):
+            with pytest.raises(RuntimeError) as caught:
+                exchange()
+            found.append(str(caught.value))
+        return found
+
+    for found in on_threads(2, messages):
+        assert found == ["this reduction was closed: make another one to train on"] * 2
+
+
 def test_a_channel_has_a_group_of_its_own_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
     destroyed: list[Any] = []
