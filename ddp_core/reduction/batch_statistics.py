@@ -123,6 +123,7 @@ class _Layers:
         self.plain_momenta = [module.momentum for module in modules]
         buffers = _running(modules)
         self.sizes, self.device = [buffer.numel() for buffer in buffers], buffers[0].device
+        self._kinds = [(buffer.dtype, buffer.device) for buffer in buffers]
         numbers = [math.nan if momentum is None else momentum for momentum in self.plain_momenta]
         self.momenta = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         """Each layer's momentum; NaN for a cumulative average."""
@@ -150,11 +151,11 @@ class _Layers:
         return taken, kept
 
     def fit(self, modules: Sequence[BatchNorm]) -> bool:
-        """Whether `modules` are the same layers, with the same momenta, on the same device."""
+        """Whether `modules` are the same layers, with the same momenta, in the same dtypes and on the same device."""
         return (
             self.modules == modules
             and self.plain_momenta == [module.momentum for module in modules]
-            and self.device == _buffer(modules[0].running_mean).device
+            and self._kinds == [(buffer.dtype, buffer.device) for buffer in _running(modules)]
         )
 
 

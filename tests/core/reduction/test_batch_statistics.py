@@ -120,6 +120,20 @@ def test_other_layers_may_be_active_in_the_next_step() -> None:
     assert torch.equal(one.running_mean, expected.running_mean)
 
 
+def test_layers_may_have_another_dtype_in_the_next_step() -> None:
+    layer = nn.BatchNorm1d(3)
+    expected = copy.deepcopy(layer).double()
+    statistics = BatchStatistics(layer)
+    statistics.begin()
+    statistics.restore()
+    layer.double()
+    statistics.begin()
+    layer(rows().double())
+    statistics.finish(statistics.take())
+    expected(rows().double())
+    assert torch.equal(layer.running_mean, expected.running_mean)
+
+
 class Foreign(nn.BatchNorm1d):
     """A forward of its own, which puts other tensors in the place of the buffers."""
 
