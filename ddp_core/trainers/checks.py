@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ddp_core.base.digests import fast_digest, first_difference
-from ddp_core.base.errors import UserError
+from ddp_core.base.errors import Finding
 from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Guard(StepObserver):
     """Ends a run where one of its checks finds other bits, or with `--on-difference warn` marks its record once.
 
-    All ranks make the same checks in the same steps and meet the same findings: each raises UserError on every rank.
+    All ranks make the same checks in the same steps and meet the same findings: each raises Finding on every rank.
     Only a run with the exact reduction promises anything.
     """
 
@@ -58,14 +58,15 @@ class Guard(StepObserver):
 
     @contextlib.contextmanager
     def check(self, kind: str, step: int) -> Iterator[None]:
-        """Make one check inside, after `step` steps, which raises UserError on every rank for what it finds.
+        """Make one check inside, after `step` steps, which raises Finding on every rank for what it finds.
 
-        `kind` names it in the figures.
+        `kind` names it in the figures. Any other error, such as a lost peer or one of a callback's state on one rank
+        alone, ends the run, whatever was asked for.
         """
         try:
             with self.timed(kind):
                 yield
-        except UserError as error:
+        except Finding as error:
             if self._job.options.on_difference == "stop":
                 raise
             self.is_broken = True
@@ -104,7 +105,7 @@ class Guard(StepObserver):
         return (steps - self._began_at).bit_count() == 1 or self._saving.may_save(steps)
 
     def require_same_state(self) -> None:
-        """Compare what all ranks have alike; a collective. Raises UserError (2) for the first tensor that differs."""
+        """Compare what all ranks have alike; a collective. Raises Finding (2) for the first tensor that differs."""
         state, collectives = self._state, self._job.collectives
         if not self.checks or collectives.world.world_size == 1:
             return
@@ -118,9 +119,9 @@ class Guard(StepObserver):
                 raise other_state(found, state.step, so)
 
 
-def other_state(found: str, step: int, so: str) -> UserError:
+def other_state(found: str, step: int, so: str) -> Finding:
     """The error for what `first_difference` has found; `so` says what comes of it."""
-    return UserError(
+    return Finding(
         f"after step {step} {found}, so {so}. It was changed on some ranks alone: by a callback, a hook or an "
         "optimizer that does not do the same on every rank (a callback that changes something needs "
         '`ranks = "all"`), by a forward that changes weights (nn.Embedding with max_norm), or by a machine that '

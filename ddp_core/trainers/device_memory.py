@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, Finding
 from ddp_core.distributed.process_group import Collectives
 
 
@@ -23,13 +23,13 @@ class DeviceMemory:
     def require_enough(self, step: int) -> str | None:
         """A warning, once, where some rank's memory is nearly full; a collective.
 
-        Raises UserError (4), on every rank, where it ran out and training went on all the same.
+        Raises Finding (4), on every rank, where it ran out and training went on all the same.
         """
         ours = [now - before for now, before in zip(self._counts(), self._before, strict=True)]
         everyones = self._collectives.gather((self._collectives.world.place, *ours))
         for place, _, failed in everyones:
             if failed:
-                raise UserError(
+                raise Finding(
                     f"{place}: the device's memory ran out up to step {step}, and something went on with less, such as "
                     "cuDNN with another kernel, whose bits are others; use a smaller --set micro_batch=N, or end what "
                     "else is on the device",

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from ddp_core.base.beneath import read_file
-from ddp_core.base.errors import UserError
+from ddp_core.base.errors import Finding
 from ddp_core.base.files import replace_file
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.observe.step import StepBatch, StepObserver
@@ -125,7 +125,7 @@ class Witnessed(StepObserver):
                 lost = self._lost.get(step)
                 other = None if lost is None or sums is None else first_other({step: lost}, {step: sums}, is_part=False)
                 if (names := self._job.collectives.broadcast(other and named(other[1]))) is not None:
-                    raise UserError(
+                    raise Finding(
                         f"step {step} has made other bits than before the run was interrupted ({names}): something "
                         "that it depends on was changed since then, such as a file, or is in no checkpoint"
                     )
@@ -148,13 +148,13 @@ class Witnessed(StepObserver):
     def settle(self, batch: StepBatch) -> None:
         """Before a save, judge what a witness has found, or ask for the next one, where that is due.
 
-        Raises UserError (2), on all ranks, where it has found other bits.
+        Raises Finding (2), on all ranks, where it has found other bits.
         """
         if self._is_on and self._saving.is_due_now:
             self._hear(is_end=False)
 
     def end(self) -> None:
-        """Have the newest noted steps repeated, and wait for that. Raises UserError (2), on all ranks, as before."""
+        """Have the newest noted steps repeated, and wait for that. Raises Finding (2), on all ranks, as before."""
         if self._is_on:
             self._hear(is_end=True)
         if self._job.is_first:
@@ -183,7 +183,7 @@ class Witnessed(StepObserver):
                 for said, differs, _ in found:
                     self._guard.figures[_KIND] = said
                     if differs:
-                        raise UserError(said)
+                        raise Finding(said)
                     self._job.console.say(f"witness: {said}")
 
     def _messages(self, is_end: bool) -> Iterator[list[Testimony]]:
