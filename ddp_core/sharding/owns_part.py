@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ from .ownership import Ownership
 from .shards import refuse_shared_memory
 from .updates import OwnUpdates
 
-if TYPE_CHECKING:
-    from .plain_rounds import PlainRounds
-
 
 class OwnsPart(Ownership):
     """What one of the ranks of `process_group` owns: a part of the parameters that are cut.
@@ -34,7 +31,7 @@ class OwnsPart(Ownership):
     parameter whose memory another one has, too.
     """
 
-    reduction: ExactReduction | PlainRounds
+    reduction: ExactReduction
     """Sums the gradients, and gives those of this rank's part to what its optimizer updates."""
     updates: OwnUpdates
     """What the optimizer updates, and its state."""

@@ -36,7 +36,6 @@ from .block_parcel import BlockParcel, UnreadMemory
 from .blocks import FEWEST_ELEMENTS, WholeParameters, blocks_of, refusal, refuse_unsuitable
 from .owned import Rows
 from .owns_part import OwnsPart, first_after_step, whole_on_first
-from .plain_rounds import PlainRounds
 from .rounds import Rounds
 from .updates import OwnUpdates
 
@@ -59,8 +58,7 @@ class OwnsRows(OwnsPart):
 
     The module is called as before. `fewest_elements` is the size from which a part of the model is gathered by itself
     (`blocks_of`). Every forward gathers, so all ranks must run as many of them, also in an evaluation. Ranks of one
-    node add up among themselves before nodes exchange; `node` is that of `ExactReduction`. Without `exact` the sums are
-    torch's own.
+    node add up among themselves before nodes exchange; `node` is that of `ExactReduction`.
 
     The same on every rank. Drop the module and this object, and collect garbage, before the process group is destroyed.
     Raises UserError (2) for a module that fully_shard cannot wrap, for an optimizer that may not treat each element by
@@ -77,7 +75,6 @@ class OwnsRows(OwnsPart):
         *,
         process_group: dist.ProcessGroup,
         timeout: timedelta | None = None,
-        exact: bool = True,
         fewest_elements: int = FEWEST_ELEMENTS,
         node: str | int | None = None,
     ) -> None:
@@ -85,8 +82,7 @@ class OwnsRows(OwnsPart):
         super().__init__(module, optimizer, process_group)
         nodes: list[list[int]] = []
         if self.group is not None:
-            if exact:
-                nodes = require_agreement(process_group, micro_batches, "strided, in rows", Gradients(module), node)
+            nodes = require_agreement(process_group, micro_batches, "strided, in rows", Gradients(module), node)
             require_equal_weights(process_group, module)
         # Gathers are in another sequence than what the caller sends, such as losses, and the two must not mix.
         own = own_group(process_group, self.device, timeout)
@@ -104,25 +100,21 @@ class OwnsRows(OwnsPart):
         members = itertools.chain.from_iterable(map(gathered_together, self._parts))
         self._gathered: dict[str, Tensor] = {by_parameter[id(part)].name: whole for part, whole in members}
         self._wholes = WholeParameters(self._gathered, wholes)
-        self._rounds: Rounds | PlainRounds
-        if exact:
-            # All ranks send in this sequence, that of a usual backward, whichever gradients are there first.
-            unread, parts = UnreadMemory(), reversed(self._parts)
-            channel = Channel(process_group, self.device, timeout, nodes)
-            gather_by_messages(self._parts, own, channel.ordered_sum.groups, self.device)
-            self._rounds = Rounds(
-                [BlockParcel(part, by_parameter, own.size(), unread) for part in parts if sent_together(part)],
-                list(by_parameter.values()),
-                _GradientsOfRows(list(by_parameter.values())),
-                parts_on(channel.group, channel.ordered_sum.groups, self.device),
-                channel,
-                _UNDER_WAY,
-                needs_passes=True,
-                in_pass=self._wholes.exact_pass,
-            )
-            self.reduction = ExactReduction(module, micro_batches, process_group=process_group, shares=self._rounds)
-        else:
-            self._rounds = self.reduction = PlainRounds(self._parts, by_parameter, own, self.device)
+        # All ranks send in this sequence, that of a usual backward, whichever gradients are there first.
+        unread, parts = UnreadMemory(), reversed(self._parts)
+        channel = Channel(process_group, self.device, timeout, nodes)
+        gather_by_messages(self._parts, own, channel.ordered_sum.groups, self.device)
+        self._rounds = Rounds(
+            [BlockParcel(part, by_parameter, own.size(), unread) for part in parts if sent_together(part)],
+            list(by_parameter.values()),
+            _GradientsOfRows(list(by_parameter.values())),
+            parts_on(channel.group, channel.ordered_sum.groups, self.device),
+            channel,
+            _UNDER_WAY,
+            needs_passes=True,
+            in_pass=self._wholes.exact_pass,
+        )
+        self.reduction = ExactReduction(module, micro_batches, process_group=process_group, shares=self._rounds)
         self.updates = OwnUpdates(optimizer, {id(wholes[name]): rows for name, rows in self._rows.items()}, self.group)
         rows = list(by_parameter.values())
         self.owned = [*rows]
@@ -147,7 +139,7 @@ class OwnsRows(OwnsPart):
         return self._rounds.idle_pass()
 
     def forward_alone(self) -> contextlib.AbstractContextManager[None]:
-        return self._wholes.exact_pass() if isinstance(self._rounds, Rounds) else contextlib.nullcontext()
+        return self._wholes.exact_pass()
 
     def forwards_done(self) -> None:
         for part in self._parts:

@@ -80,16 +80,14 @@ class Sharding:
             raise UserError(f"{option}: {reason}; leave --shard out")
         if (reason := self.whole_parameters_needed_by(experiment)) is not None:
             raise UserError(f"{option}: {reason}; use --shard gradients, or leave it out")
-        # Torch's own sums are made by DistributedDataParallel, or by fully_shard, which cuts the parameters.
-        instead = "--shard parameters, or leave --shard out"
-        if inexact_because is not None and not self.cuts_parameters:
+        if inexact_because is not None:
             raise UserError(
-                f"{option} needs the exact reduction, which cannot be had here: {inexact_because}; use {instead}"
+                f"{option} needs the exact reduction, which cannot be had here: {inexact_because}; leave --shard out"
             )
-        if is_plain and not self.cuts_parameters:
+        if is_plain:
             raise UserError(
                 f"{option} needs the exact reduction: plain sums are those of DistributedDataParallel, which gives all "
-                f"gradients to every rank; use --reduction exact, or {instead}"
+                "gradients to every rank; use --reduction exact, or leave --shard out"
             )
         if cuda_graph:
             raise UserError(
@@ -116,7 +114,6 @@ class Sharding:
         optimizer: torch.optim.Optimizer,
         micro_batches: int,
         process_group: dist.ProcessGroup,
-        exact: bool = True,
         node: int | None = None,
     ) -> OwnsPart:
         """Let this rank, which is on node `node`, keep its part; the result has the reduction, and all ranks' state.
@@ -129,7 +126,7 @@ class Sharding:
             # Loads torch's FSDP, which takes a second.
             from .rows import OwnsRows
 
-            return OwnsRows(module, optimizer, micro_batches, process_group=process_group, exact=exact, node=node)
+            return OwnsRows(module, optimizer, micro_batches, process_group=process_group, node=node)
         from .pieces import OwnsPieces
 
         return OwnsPieces(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ddp_core.base.errors import UserError
@@ -33,9 +32,7 @@ class ShardedStrategy(DistributedStrategy):
         self.module = self.model
         state.optimizer.register_step_post_hook(lambda *_: self.clock.lap("optimizer"))
         node = self.job.collectives.world.node_rank
-        self.owned: OwnsPart = sharding.cut(
-            self.model, state.optimizer, self.batches.cut.micro_batches, group, self.job.is_exact, node
-        )
+        self.owned: OwnsPart = sharding.cut(self.model, state.optimizer, self.batches.cut.micro_batches, group, node)
         state.ownership, self.reduction = self.owned, self.owned.reduction
         state.optimizer.register_step_post_hook(lambda *_: self.clock.lap("exposed_communication"))
         if state.scaler is not None:
@@ -44,12 +41,6 @@ class ShardedStrategy(DistributedStrategy):
 
             self.passes.scaler = state.scaler = ShardedGradScaler(self.job.device.type)
             state.optimizer.register_step_pre_hook(_as_fused_optimizers_read_it)
-
-    def compute_gradients(self, batch: StepBatch) -> None:
-        """Forward and backward of this rank's micro-batches, in which it also sends gradients."""
-        # DistributedDataParallel does so in the first forward of each step.
-        self.settle_buffers()
-        super().compute_gradients(batch)
 
     def refuse_to_retrain(self, changes: dict[str, bool]) -> None:
         raise UserError(
@@ -68,9 +59,7 @@ class ShardedStrategy(DistributedStrategy):
             self.seeds(batch.step, first.index)
             with self.owned.idle_pass():
                 loss = self.passes.loss(self.module, inputs, targets)
-                weight = self.passes.loss_weight(batch.samples)
-                # Torch's own sums take in every gradient that there is.
-                self.passes.backward(loss, weight if self.job.is_exact else torch.zeros_like(weight))
+                self.passes.backward(loss, self.passes.loss_weight(batch.samples))
 
     def close(self) -> None:
         """Let go of the optimizer and the reduction, end its threads, drop what refers to the process group."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ddp_core.config.cut import MicroBatch
 from ddp_core.observe.step import StepBatch
@@ -12,14 +11,11 @@ from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.plain import PlainReduction
 from ddp_core.trainers.strategy import Strategy
 
-if TYPE_CHECKING:
-    from ddp_core.sharding.plain_rounds import PlainRounds
-
 
 class SingleStrategy(Strategy):
     """Computes all micro-batches, one after the other, on one device."""
 
-    reduction: ExactReduction | PlainReduction | PlainRounds
+    reduction: ExactReduction | PlainReduction
     """Adds up the gradients of the micro-batches."""
 
     def set_up(self) -> None:

@@ -178,7 +178,7 @@ def batch(step: int, micro_batches: int, shape: Sequence[int]) -> tuple[Tensor, 
 class Training:
     """A case in the making: alone (`world_size` 0), or as a rank of the default process group."""
 
-    def __init__(self, case: Case, world_size: int, exact: bool = True, node: int = 0) -> None:
+    def __init__(self, case: Case, world_size: int, node: int = 0) -> None:
         torch.manual_seed(0)
         self.case, self.step = case, 0
         self.net = case.net()
@@ -193,7 +193,6 @@ class Training:
                 self.optimizer,
                 case.micro_batches,
                 process_group=group,
-                exact=exact,
                 fewest_elements=case.fewest_elements,
                 node=node,
             )
@@ -273,9 +272,9 @@ class Training:
 
 
 @contextlib.contextmanager
-def training(case: Case, world_size: int, exact: bool = True, node: int = 0) -> Iterator[Training]:
+def training(case: Case, world_size: int, node: int = 0) -> Iterator[Training]:
     """A case in the making, all parts of which are gone at the end: nothing may outlive the process group."""
-    made = Training(case, world_size, exact, node)
+    made = Training(case, world_size, node)
     try:
         yield made
     finally:
@@ -336,29 +335,22 @@ class Glance:
 
     digests: tuple[str, str]
     """Of a training on all ranks, and of the same in one process."""
-    distance: float
-    """How far a training with torch's own sums ends from that in one process."""
     whole: list[int]
     """How many blocks are whole whenever an evaluation comes to a block."""
 
 
 def glance(rank: int, world_size: int) -> Glance | None:
-    """Train on all ranks, with both kinds of sums, and in one process; on rank 0."""
-    ends = []
-    with process_group():
-        for name, exact in (("clipped", True), ("clipped momentum", False)):
-            with training(CASES[name], world_size, exact) as made:
-                made.train()
-                whole = made.whole_at_a_time()
-                ends.append(made.state())
+    """Train on all ranks and in one process; on rank 0."""
+    with process_group(), training(CASES["clipped"], world_size) as made:
+        made.train()
+        whole = made.whole_at_a_time()
+        together = made.state()
     if rank:
         return None
-    for name in ("clipped", "clipped momentum"):
-        with training(CASES[name], 0) as made:
-            made.train()
-            ends.append(made.state())
-    digests = digest_of(ends[0] or {}), digest_of(ends[2] or {})
-    return Glance(digests, distance(ends[1], ends[3], "clipped momentum"), whole)
+    with training(CASES["clipped"], 0) as made:
+        made.train()
+        alone = made.state()
+    return Glance((digest_of(together or {}), digest_of(alone or {})), whole)
 
 
 def everything_before_2_13(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Any]:
@@ -366,12 +358,6 @@ def everything_before_2_13(rank: int, world_size: int, names: Sequence[str]) -> 
     if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         del FSDPModule.set_reduce_scatter_unused_params
     return everything(rank, world_size, names)
-
-
-def distance(one: Any, other: Any, name: str) -> float:
-    """The largest difference between the parameters of two states of a case."""
-    names = [name for name, _ in CASES[name].net().named_parameters()]
-    return max((one["model"][key] - other["model"][key]).abs().max().item() for key in names)
 
 
 def communication_threads() -> list[str]:
@@ -388,21 +374,6 @@ def go_on(rank: int, world_size: int, name: str, before: bytes | None, steps: in
         evaluated = made.outputs(2)
         state = made.state()
         return {"state": saved(state), "digest": digest_of(state) if state else None, "outputs": evaluated}
-
-
-def plainly(rank: int, world_size: int) -> list[float]:
-    """How far a training with torch's own sums ends from the exact one, case by case; on rank 0."""
-    found = []
-    with process_group():
-        for name in ("fused", "momentum", "incomplete batches", "partly frozen"):
-            ends = []
-            for exact in (True, False):
-                with training(CASES[name], world_size, exact) as made:
-                    made.train()
-                    ends.append(made.state())
-            if rank == 0:
-                found.append(distance(*ends, name))
-    return found
 
 
 def refusals(rank: int, world_size: int) -> list[str]:

@@ -39,7 +39,6 @@ def test_no_communication_thread_is_left(world_size: int) -> None:
 def test_three_ranks_end_with_the_state_of_one_process() -> None:
     found = run_processes(cases.glance, 3)[0]
     assert found.digests[0] == found.digests[1]
-    assert 0 < found.distance < 1e-4, "torch's own sums"
     assert found.whole == [1, 1, 1], "no block is whole while another is used"
 
 
@@ -58,14 +57,6 @@ def test_a_state_goes_from_one_world_size_to_any_other(name: str) -> None:
         ends = run_processes(cases.go_on, after, name, saved, None)
         assert ends[0]["digest"] == whole["digest"], (before, after)
         assert all(end["outputs"] == whole["outputs"] for end in ends), "an evaluation on every rank"
-
-
-@pytest.mark.slow
-def test_torchs_own_sums_differ_by_rounding() -> None:
-    distances = run_processes(cases.plainly, 3)[0]
-    assert len(distances) == 4
-    assert max(distances) < 1e-3, distances
-    assert max(distances) > 0, "a control that agrees proves nothing"
 
 
 @pytest.mark.slow

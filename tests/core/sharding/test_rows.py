@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import CutTensor
-from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.sharding import OwnsPieces, Sharding
 from ddp_core.sharding.rows import OwnsRows
@@ -93,13 +92,11 @@ def test_blocks_are_freed_after_a_forward_and_what_is_outside_of_them_is_not() -
     on_thread_world(2, check)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_forward_that_writes_to_what_is_freed_is_refused_where_bits_are_promised(exact: bool) -> None:
+def test_a_forward_that_writes_to_what_is_freed_is_refused() -> None:
     def check(group: Any) -> None:
-        owned = owns(group, exact=exact)
+        owned = owns(group)
         module, reduction = owned.module, owned.reduction
         assert isinstance(module, Net)
-        assert isinstance(reduction, ExactReduction) is exact
         module.layers[1].writes = True  # type: ignore[assignment]
 
         def alone() -> None:
@@ -111,11 +108,8 @@ def test_a_forward_that_writes_to_what_is_freed_is_refused_where_bits_are_promis
             with reduction.micro_batch(reduction.share[0]):
                 module(inputs(0, 0)).sum().backward()
 
-        if exact:
-            assert "forward changes the parameter layers.1.weight" in message(alone, DependsOnLayout)
-            assert "forward changes the parameter layers.1.weight" in message(trained, DependsOnLayout)
-        else:
-            alone()
+        assert "forward changes the parameter layers.1.weight" in message(alone, DependsOnLayout)
+        assert "forward changes the parameter layers.1.weight" in message(trained, DependsOnLayout)
         reduction.close()
 
     on_thread_world(2, check)
@@ -123,17 +117,14 @@ def test_a_forward_that_writes_to_what_is_freed_is_refused_where_bits_are_promis
 
 def test_a_sharding_of_parameters_cuts_rows() -> None:
     def check(group: Any) -> None:
-        for exact in ({}, {"exact": False}):
-            module = copy.deepcopy(NETS[0])
-            optimizer = adam(module)
-            owned = Sharding("parameters").cut(module, optimizer, 4, group, **exact)
-            assert type(owned) is OwnsRows
-            assert owned.module is module
-            assert optimizer.param_groups[0]["params"] == [each.tensor for each in owned.owned]
-            assert isinstance(owned.reduction, ExactReduction) is (not exact)
-            if not exact:
-                assert list(owned.reduction.share) == list(range(group.rank(), 4, 2))
-            owned.reduction.close()
+        module = copy.deepcopy(NETS[0])
+        optimizer = adam(module)
+        owned = Sharding("parameters").cut(module, optimizer, 4, group)
+        assert type(owned) is OwnsRows
+        assert owned.module is module
+        assert optimizer.param_groups[0]["params"] == [each.tensor for each in owned.owned]
+        assert list(owned.reduction.share) == list(range(group.rank(), 4, 2))
+        owned.reduction.close()
 
     on_thread_world(2, check)
 
@@ -144,9 +135,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         pattern = r"the parameters of this model cannot be sharded: .*dtype.*; or use shard mode gradients"
         assert re.fullmatch(pattern, message(lambda: owns(group, 2, fewest_elements=99), UserError))
         assert "micro_batches is 5 on rank 0, but 6 on rank 1" in message(lambda: owns(group, 0, MICRO_BATCHES + rank))
-        for exact in (True, False):
-            other = message(lambda exact=exact: owns(group, rank, exact=exact))  # type: ignore[misc]
-            assert " is another on rank 1 than on rank 0" in other
+        assert " is another on rank 1 than on rank 0" in message(lambda: owns(group, rank))
 
         def in_pieces() -> None:
             made = copy.deepcopy(NETS[0])

@@ -38,7 +38,7 @@ def check(told: Experiment, shard: ShardMode, is_plain: bool = False, cuda_graph
     ("asked", "fields", "words"),
     [
         ({"is_plain": True}, {}, ["--shard optimizer needs the exact reduction", "use --reduction exact"]),
-        ({}, {"reduction": "plain"}, ["--shard optimizer needs the exact reduction", "--shard parameters"]),
+        ({}, {"reduction": "plain"}, ["--shard optimizer needs the exact reduction", "leave --shard out"]),
         ({}, {"micro_batch": None}, ["cannot be had here: without micro_batch", "leave --shard out"]),
         ({}, {"sync_batch_norm": True}, ["sync_batch_norm is for the plain sums", "leave --shard out"]),
         ({"cuda_graph": True}, {}, ["--cuda-graph", "leave one of them out"]),
@@ -56,12 +56,6 @@ def test_what_leaves_no_place_for_shards_is_named(
     assert raised.value.exit_code == ExitCode.BAD_INPUT
     assert all(word in str(raised.value) for word in words)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("fields", [{}, {"reduction": "plain"}, {"micro_batch": None}], ids=["exact", "plain", "uncut"])
-@pytest.mark.parametrize("is_plain", [False, True])
-def test_parameters_can_be_sharded_with_either_reduction(fields: dict[str, Any], is_plain: bool) -> None:
-    check(experiment(**fields), "parameters", is_plain)
 
 
 @pytest.mark.parametrize(("name", "value"), [("ema_decay", 0.9), ("memory_format", "channels_last")])
@@ -160,8 +154,8 @@ def test_a_sharding_passes_on_what_it_is_told(mode: ShardMode, monkeypatch: pyte
     told: list[Any] = []
     for name in ("pieces.OwnsPieces", "rows.OwnsRows"):
         monkeypatch.setattr(f"ddp_core.sharding.{name}", lambda *given, **named: told.append((given, named)))
-    Sharding(mode).cut("module", "optimizer", 5, "group", exact=False, node="here")  # type: ignore[arg-type]
-    kind = {"exact": False} if mode == "parameters" else {"shares": _SHARES[mode]}
+    Sharding(mode).cut("module", "optimizer", 5, "group", node="here")  # type: ignore[arg-type]
+    kind = {} if mode == "parameters" else {"shares": _SHARES[mode]}
     assert told == [(("module", "optimizer", 5), {"process_group": "group", "node": "here"} | kind)]
 
 
