@@ -100,7 +100,7 @@ class BatchStatistics:
         sums, weights = total.split([len(step.owner), len(step.steps)])
         seen = weights > 0
         step.steps += seen
-        taken, kept = step.layers.shares(step.steps, total.dtype)
+        taken, kept = step.layers.factors(step.steps, total.dtype)
         updated = kept * step.before + taken * (sums / weights.index_select(0, step.owner))
         self.restore()
         step.write(torch.where(seen.index_select(0, step.owner), updated, step.before))
@@ -132,22 +132,22 @@ class _Layers:
         """For each number of the running statistics laid end to end, the layer that it belongs to."""
         self.owner_with_weights = torch.cat([self.owner, torch.arange(len(modules), device=self.device)])
         """These layers, with one number more for each layer: its own weight."""
-        self._shares: tuple[Tensor, Tensor] | None = None
+        self._factors: tuple[Tensor, Tensor] | None = None
         self.shown = _Shown(modules)
 
-    def shares(self, steps: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def factors(self, steps: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """For each number of the running statistics, what a step takes of the new one, and keeps of the old one.
 
         `steps`: of each layer, with the step at hand. Kept where no layer makes a cumulative average.
         """
-        if self._shares is not None:
-            return self._shares
+        if self._factors is not None:
+            return self._factors
         # In float64, then rounded to the tensors' dtype, as torch does with a momentum that is a Python number.
         momenta = torch.where(self.momenta.isnan(), 1.0 / steps.clamp(min=1).double(), self.momenta)
         of_layers = momenta.to(dtype), (1.0 - momenta).to(dtype)
         taken, kept = (each.index_select(0, self.owner) for each in of_layers)
         if None not in self.plain_momenta:
-            self._shares = taken, kept
+            self._factors = taken, kept
         return taken, kept
 
     def fit(self, modules: Sequence[BatchNorm]) -> bool:

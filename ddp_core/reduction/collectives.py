@@ -106,9 +106,9 @@ class BatchedMessages:
         return _Arrived(arrivals, mine, send_sum)
 
     def carry(
-        self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], channel: int = 0
+        self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], tag: int = 0
     ) -> tuple[list[dist.Work], list[dist.Work | None]]:
-        """See `Carrier.carry`. Waits, so there is nothing left to wait for; `channel` means nothing here."""
+        """See `Carrier.carry`. Waits, so there is nothing left to wait for; `tag` means nothing here."""
         expected = list(receives)
         self._run(sends, expected)
         return [], [None] * len(expected)

@@ -130,7 +130,7 @@ class Channel:
     """Runs transfers between the ranks of `group`, on a thread for each phase; for one rank alone, each at once.
 
     `device` is that of the module, `timeout` how long a transfer waits for a silent rank (None: as long as `group`
-    does), `nodes` the group's ranks, node by node (None: sums are made in one level), `phases` how many phases may run
+    does), `nodes` the group's ranks, node by node (None: sums are made in one level), `threads` how many phases may run
     at the same time, each of another transfer (None: as many as the sums have).
     """
 
@@ -140,21 +140,21 @@ class Channel:
         device: torch.device,
         timeout: timedelta | None,
         nodes: Sequence[Sequence[int]] | None = None,
-        phases: int | None = None,
+        threads: int | None = None,
     ) -> None:
         several = group is not None and group.size() > 1
         self.group = own_group(group, device, timeout) if group is not None and several else None
         self.device = device
         self.ordered_sum = OrderedSum(self.group, nodes)
         self.closed = False
-        if phases is None:
-            phases = OrderedSum.PHASES if self.ordered_sum.groups else 1
+        if threads is None:
+            threads = OrderedSum.PHASES if self.ordered_sum.groups else 1
         if device.type != "cpu":
             # On one CUDA device, phases are queued one after another in any case.
-            phases = 1
-        self.phases = phases
+            threads = 1
+        self.threads = threads
         """So many transfers are under way at a time."""
-        self._threads = CommunicationThreads("exact-reduction", phases, device) if several else None
+        self._threads = CommunicationThreads("exact-reduction", threads, device) if several else None
 
     @property
     def error(self) -> Exception | None:

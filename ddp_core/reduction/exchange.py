@@ -96,12 +96,13 @@ class Carrier(Protocol):
     """Carries tensors between any ranks of a process group."""
 
     def carry(
-        self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], channel: int = 0
+        self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], tag: int = 0
     ) -> tuple[list[dist.Work], list[dist.Work | None]]:
         """Start to send tensors to other ranks, and to receive tensors from them; return the works of both.
 
         Each tensor comes with its rank; empty ones are left out. Two ranks' tensors arrive in the sequence in which
-        they were sent, in each of the channels 0 and 1. A work of a tensor that is received is None if it is there.
+        they were sent, among those with tag 0 and among those with tag 1. A work of a tensor that is received is None
+        if it is there.
         """
 
 

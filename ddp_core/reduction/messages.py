@@ -16,7 +16,7 @@ class PointToPoint:
     """Sends and receives between all pairs of members (gloo, and any backend that can send and receive).
 
     Messages of one pair with one tag arrive in the sequence in which they were sent. So two exchanges of one group may
-    be under way at once, on threads of their own, if their tags differ by two or more: each has two channels.
+    be under way at once, on threads of their own, if their tags differ by two or more: each uses two.
     """
 
     one_round_bytes = 256 * 1024  # About what a connection carries in the time of a round.
@@ -61,25 +61,25 @@ class PointToPoint:
         wait_for(works)
 
     def carry(
-        self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], channel: int = 0
+        self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], tag: int = 0
     ) -> tuple[list[dist.Work], list[dist.Work | None]]:
         """See `Carrier.carry`."""
-        arriving = [self.receive(tensor, peer, channel) if tensor.numel() else None for peer, tensor in receives]
-        return [self.send(tensor, peer, channel) for peer, tensor in sends if tensor.numel()], arriving
+        arriving = [self.receive(tensor, peer, tag) if tensor.numel() else None for peer, tensor in receives]
+        return [self.send(tensor, peer, tag) for peer, tensor in sends if tensor.numel()], arriving
 
-    def send(self, tensor: Tensor, peer: int, channel: int = 0) -> dist.Work:
-        """Start to send; `channel` is 0 or 1."""
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> dist.Work:
+        """Start to send; `tag`, 0 or 1, is added to that of this exchange."""
         # The group's own methods: dist.isend and dist.irecv cost as much again in checks.
-        return self._group.send([tensor], self._members[peer], self._tag + channel)
+        return self._group.send([tensor], self._members[peer], self._tag + tag)
 
-    def receive(self, tensor: Tensor, peer: int, channel: int = 0) -> dist.Work:
-        """Start to receive; `channel` is 0 or 1."""
-        return self._group.recv([tensor], self._members[peer], self._tag + channel)
+    def receive(self, tensor: Tensor, peer: int, tag: int = 0) -> dist.Work:
+        """Start to receive; `tag`, 0 or 1, is added to that of this exchange."""
+        return self._group.recv([tensor], self._members[peer], self._tag + tag)
 
 
 @dataclass
 class _Messages:
-    """`Collected` by messages: members' tensors on channel 0, sums on channel 1. Empty parts are not sent."""
+    """`Collected` by messages: members' tensors with tag 0, sums with tag 1. Empty parts are not sent."""
 
     exchange: PointToPoint
     out: Tensor

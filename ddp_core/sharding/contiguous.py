@@ -30,7 +30,7 @@ from .owned import Owned
 from .parcels import Turns, group_parcels
 from .shards import FlatGroup, Shards
 
-PHASES = 2
+THREADS = 2
 """A group is folded and sent while the one before it arrives and is added up; no more are on their way at a time.
 
 In two levels, one more is on its way between nodes.
@@ -60,7 +60,7 @@ class ContiguousPieces:
         self._additions = EarlyAdditions(gradients.parameters)
         self._parcels = group_parcels(shards, self._rank, gradients)
         self._turns = Turns(self._parcels, self._send)
-        self._under_way = threading.BoundedSemaphore(channel.phases)
+        self._under_way = threading.BoundedSemaphore(channel.threads)
 
     def share(self, micro_batches: int) -> range:
         """The micro-batches of a step that this rank computes, in order."""

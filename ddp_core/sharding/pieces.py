@@ -17,7 +17,7 @@ from ddp_core.reduction.flat import Gradients, in_memory_order
 from ddp_core.reduction.ordered_sum import groups_of
 from ddp_core.reduction.parts import order_of, parts_on
 
-from .contiguous import PHASES, ContiguousPieces
+from .contiguous import THREADS, ContiguousPieces
 from .owned import Owned
 from .owns_part import OwnsPart, first_after_step
 from .parcels import group_parcels
@@ -71,7 +71,7 @@ class OwnsPieces(OwnsPart):
         groups = groups_of(nodes)
         self._shards = Shards(gradients.parameters, order_of(groups, world_size))
         is_strided = shares == "strided" and self.group is not None
-        self._channel = Channel(self.group, self.device, timeout, nodes, None if is_strided or groups else PHASES)
+        self._channel = Channel(self.group, self.device, timeout, nodes, None if is_strided or groups else THREADS)
         self._parts = parts_on(self._channel.group, groups, self.device)
         own = {piece.position: piece for piece in self._shards.pieces(rank)}
         named = enumerate(zip(gradients.names, gradients.parameters, strict=True))

@@ -136,10 +136,10 @@ def bytes_sent(rank: int, world_size: int, nodes: Nodes, elements: int) -> dict[
     def counting(work: str) -> Iterator[None]:
         sent = found[work] = {"inside": 0, "outside": 0, "messages": 0}
 
-        def counted(exchange: PointToPoint, tensor: Tensor, peer: int, channel: int = 0) -> dist.Work:
+        def counted(exchange: PointToPoint, tensor: Tensor, peer: int, tag: int = 0) -> dist.Work:
             sent["inside" if exchange._members[peer] in here else "outside"] += tensor.nbytes
             sent["messages"] += 1
-            return send(exchange, tensor, peer, channel)
+            return send(exchange, tensor, peer, tag)
 
         with mock.patch.object(PointToPoint, "send", counted):
             yield

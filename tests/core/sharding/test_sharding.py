@@ -18,7 +18,7 @@ from ddp_core.config.layout import ShardMode
 from ddp_core.experiment.request import promise_broken_by
 from ddp_core.reduction.ordered_sum import OrderedSum
 from ddp_core.sharding import OwnsPieces, Sharding
-from ddp_core.sharding.contiguous import PHASES
+from ddp_core.sharding.contiguous import THREADS
 from tests.support.thread_group import on_threads, use_threads
 
 _SHARES = {"optimizer": "contiguous", "gradients": "strided"}
@@ -135,11 +135,11 @@ def test_pieces_lie_and_wait_as_they_were_told(shares: Any, monkeypatch: pytest.
         )
         channel: Any = owned._channel
         owned.reduction.close()
-        told = (channel.ordered_sum.groups, channel.phases, type(owned._parts).__name__)
+        told = (channel.ordered_sum.groups, channel.threads, type(owned._parts).__name__)
         return channel.group.asked, told, [(each.start, each.stop) for each in owned.owned]  # type: ignore[union-attr]
 
     asked = (torch.device("cpu"), timedelta(seconds=9))
-    one = ((), 1 if shares == "strided" else PHASES, "PartsInOneLevel")
+    one = ((), 1 if shares == "strided" else THREADS, "PartsInOneLevel")
     several = (((0, 1), (2, 3)), OrderedSum.PHASES, "PartsInTwoLevels")
     # Of the weight, and of the bias.
     thirds = [[(0, 3072), (0, 0)], [(3072, 6144), (0, 0)], [(6144, 9000), (0, 3)]]
