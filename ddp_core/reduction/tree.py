@@ -114,16 +114,6 @@ class GradientTree:
         """The last leaf of the range."""
         return Span(self.span.stop - 1, self.span.stop)
 
-    def completed_by_next(self) -> list[Subtree]:
-        """The subtrees to which the next leaf will be added, one after the other."""
-        span, found = Span(self.next_leaf, self.next_leaf + 1), []
-        for subtree in reversed(self.subtrees):
-            if not are_siblings(subtree.span, span, self.leaves):
-                break
-            found.append(subtree)
-            span = Span(subtree.span.first, span.stop)
-        return found
-
     def push(self, tensors: Sequence[Tensor | None]) -> None:
         """Take the gradients of the next micro-batch; they belong to the tree from now on and will be overwritten."""
         if self.complete:

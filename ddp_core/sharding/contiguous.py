@@ -24,7 +24,6 @@ from ddp_core.reduction.one_level import plan_for
 from ddp_core.reduction.parts import Parts
 from ddp_core.reduction.tree import GradientTree, Span, add_, are_siblings
 
-from .early_additions import EarlyAdditions
 from .norm import norm_of_owned
 from .owned import Owned
 from .parcels import Turns, group_parcels
@@ -56,8 +55,6 @@ class ContiguousPieces:
         self._owned = owned
         self.reduced: Sequence[nn.Parameter] = [each.tensor for each in owned if each.tensor is not None]
         self._rank, self._world_size = channel.ordered_sum.rank, channel.ordered_sum.world_size
-        # Its hooks run before those of the parcels: what is sent is the sum.
-        self._additions = EarlyAdditions(gradients.parameters)
         self._parcels = group_parcels(shards, self._rank, gradients)
         self._turns = Turns(self._parcels, self._send)
         self._under_way = threading.BoundedSemaphore(channel.threads)
@@ -80,7 +77,6 @@ class ContiguousPieces:
     @contextlib.contextmanager
     def backward(self, index: int) -> Iterator[None]:
         """Run forward and backward of micro-batch `index` inside."""
-        self._additions.begin(self._tree)
         if index == self._tree.span.stop - 1:
             for parcel in self._parcels:
                 parcel.open()
@@ -89,7 +85,6 @@ class ContiguousPieces:
         finally:
             for parcel in self._parcels:
                 parcel.close()
-            self._additions.stop()
 
     def push(self, statistics: Tensor) -> None:
         """Take the gradients of the micro-batch that was run, and its batch-norm statistics."""
@@ -129,7 +124,6 @@ class ContiguousPieces:
         """Take the hooks away."""
         for parcel in self._parcels:
             parcel.remove_hooks()
-        self._additions.close()
 
     def _send(self, number: int) -> None:
         """Fold this rank's gradients of a parcel, and sum them over ranks, in the background."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from ddp_core.base.user_code import our_code
 from ddp_core.reduction.flat import Gradients, record_use
 
-from .early_additions import twice
 from .shards import FlatGroup, Piece, Shards
 
 
@@ -148,7 +147,10 @@ class GroupParcel(Parcel):
         if not self.is_open:
             return
         if self.is_sent:
-            raise twice(parameter)
+            raise RuntimeError(
+                f"a parameter of shape {list(parameter.shape)} got gradients twice in one backward, when the first was "
+                "already used: use torch.utils.checkpoint with use_reentrant=False"
+            )
         self._missing.discard(position)
         if not self._missing:
             self.is_ready = True

@@ -208,12 +208,3 @@ def test_the_tree_refuses_what_does_not_fit() -> None:
         GradientTree(4, 2, 5)
     with pytest.raises(ValueError, match="not a range"):
         canonical_subtrees(0, 3, 2)
-
-
-def test_the_next_leaf_completes_the_subtrees_that_its_push_will_add_it_to() -> None:
-    tree = GradientTree(6)
-    completed = []
-    for leaf in range(6):
-        completed.append([subtree.span for subtree in tree.completed_by_next()])
-        tree.push([torch.tensor([float(leaf)])])
-    assert completed == [[], [(0, 1)], [], [(2, 3), (0, 2)], [], [(4, 5), (0, 4)]]

@@ -105,3 +105,16 @@ def test_a_group_is_complete_with_its_last_gradient_and_takes_no_others() -> Non
     parcels[1].remove_hooks()
     layers[0](torch.ones(1, 2)).sum().backward()
     assert len(seen) == 2
+
+
+def test_a_gradient_that_is_made_again_after_it_was_sent_is_refused() -> None:
+    layer = nn.Linear(2, 3)
+    gradients = Gradients(layer)
+    (parcel,) = group_parcels(Shards(gradients.parameters, range(2)), 1, gradients)
+    turns = Turns([parcel], lambda _: None)
+    turns.begin()
+    parcel.open()
+    layer(torch.ones(1, 2)).sum().backward()
+    assert parcel.is_sent
+    with pytest.raises(RuntimeError, match="got gradients twice in one backward"):
+        layer(torch.ones(1, 2)).sum().backward()
