@@ -32,11 +32,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ddp_core.base.process import keep_freed_memory
 from ddp_core.model.builders import linear, resnet18
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed, missing
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.framework.statistics import ROUNDS, Interval, ratio_interval
+from ddp_lab.claims.framework.statistics import ROUNDS, Interval, line, ratio_interval
 from ddp_lab.claims.measuring.measure import timed_rounds
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
 from ddp_lab.claims.measuring.scaling import measure_scaling, shown
@@ -97,40 +96,34 @@ claim = Claim(
     tests=6,
 )
 
+
 TOY = {"weak": "the source's own program", "strong": "the source's own program, its batch cut"}
 STEMS = {"small": True, "torchvision's": False}
 
 
 def measure(setting: Setting) -> Measurements:
     """For each way to train: the seconds of each round, and the samples that a round trains."""
-    load = claim.load(setting)
-    count = max((count for count in (2, 4, 8) if count <= setting.devices), default=0)
+    load, count, points = claim.load(setting), setting.ranks, []
     device = setting.device_type(count)
-    measured: dict[str, Any] = {"devices": setting.devices, "device": device, "count": count, "points": []}
-    measured["efficiency"] = load.efficiency
     for stem, batches in (("small", load.small_stem_batches), ("torchvision's", load.torchvision_stem_batches)):
         for batch in () if not count else batches if device == "cpu" else load.batches_on_cuda:
             setting.say(f"ResNet-18, {stem} stem, batch {batch} on {count} processes")
             ranks = run_ranks(resnet_ways, count, device, stem, batch, load.rounds, device=device, timeout=400)
-            measured["points"].append({"stem": stem, "batch": batch} | ranks[0])
+            points.append({"stem": stem, "batch": batch} | ranks[0])
     counts = sorted({2, count} - {0})
     setting.say(f"the source's linear model on up to {counts[-1]} processes")
-    device = setting.device_type(counts[-1])
-    arguments = (device, counts, load.linear_model_points, load.linear_model_batch, load.linear_model_rounds)
-    measured["toy"] = run_ranks(toy_ways, counts[-1], *arguments, device=device, timeout=400)[0]
+    on = setting.device_type(counts[-1])
+    toy = run_ranks(toy_ways, counts[-1], on, counts, load, device=on, timeout=400)[0]
     whole = (load.workers_of_whole_runs, load.epochs_of_whole_runs, load.global_batch_of_whole_runs)
-    measured["runs"] = measure_scaling(setting, claim.id, *whole)
-    return measured
+    found = {"devices": setting.devices, "device": device, "count": count, "points": points}
+    return found | {"efficiency": load.efficiency, "toy": toy, "runs": measure_scaling(setting, claim.id, *whole)}
 
 
 def resnet_ways(rank: int, world_size: int, device: str, stem: str, batch: int, rounds: int) -> dict[str, Any]:
     """Time a step of ResNet-18 on one process, with DDP on all ranks, and on all ranks without communication."""
-    place = own_device(rank, device)
-    if device == "cpu":
-        keep_freed_memory()
+    place = own_device(rank, device, keep_freed=True)
     images = torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(rank)).to(place)
     labels = torch.arange(batch).remainder(10).to(place)
-    loss = nn.CrossEntropyLoss()
 
     def trained(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], None]:
         module = wrap(resnet18(small_input=STEMS[stem]).to(place))
@@ -138,7 +131,7 @@ def resnet_ways(rank: int, world_size: int, device: str, stem: str, batch: int, 
 
         def step() -> None:
             optimizer.zero_grad()
-            loss(module(images), labels).backward()
+            nn.functional.cross_entropy(module(images), labels).backward()
             optimizer.step()
 
         return step
@@ -149,19 +142,15 @@ def resnet_ways(rank: int, world_size: int, device: str, stem: str, batch: int, 
     return {"samples": samples, "seconds": timed_rounds(ways, rounds)}
 
 
-def toy_ways(
-    rank: int, world_size: int, device: str, counts: list[int], points: int, batch: int, rounds: int
-) -> dict[str, Any]:
-    """Time epochs of the source's training: `batch` points per worker (weak, apart), or in all (strong)."""
-    place = own_device(rank, device)
-    if device == "cpu":
-        keep_freed_memory()
+def toy_ways(rank: int, world_size: int, device: str, counts: list[int], load: Any) -> dict[str, Any]:
+    """Time epochs of the source's training: its batch for each worker (weak, apart), or in all (strong)."""
+    place = own_device(rank, device, keep_freed=True)
+    points, whole = load.linear_model_points, load.linear_model_batch
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(points, 1, generator=generator)
-    line = TensorDataset(x, 2 * x + 3 + 0.1 * torch.randn(points, 1, generator=generator))
-    loss = nn.MSELoss()
+    pairs = TensorDataset(x, 2 * x + 3 + 0.1 * torch.randn(points, 1, generator=generator))
 
-    def trained(count: int, batch: int, alone: bool = False) -> Callable[[], None]:
+    def trained(count: int, batch: int = whole, alone: bool = False) -> Callable[[], None]:
         backend = "nccl" if device == "cuda" else "gloo"
         group = dist.new_group(range(count), backend=backend) if count > 1 and not alone else None
         if rank >= count:
@@ -169,39 +158,35 @@ def toy_ways(
         model = linear().to(place)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         module = DistributedDataParallel(model, process_group=group) if group is not None else model
-        sampler: DistributedSampler[Any] = DistributedSampler(line, count, rank)
+        sampler: DistributedSampler[Any] = DistributedSampler(pairs, count, rank)
 
         def epoch() -> None:
             total = 0.0
-            for inputs, targets in DataLoader(line, batch_size=batch, sampler=sampler):
+            for inputs, targets in DataLoader(pairs, batch_size=batch, sampler=sampler):
                 optimizer.zero_grad()
-                found: Tensor = loss(module(inputs.to(place)), targets.to(place))
+                found: Tensor = nn.functional.mse_loss(module(inputs.to(place)), targets.to(place))
                 found.backward()
                 optimizer.step()
                 total += found.item()
 
         return epoch
 
-    ways = {"1": trained(1, batch), f"apart {world_size}": trained(world_size, batch, alone=True)}
+    ways = {"1": trained(1), f"apart {world_size}": trained(world_size, alone=True)}
     for count in counts:
-        ways[f"weak {count}"] = trained(count, batch)
-        ways[f"strong {count}"] = trained(count, max(1, batch // count))
-    return {"samples": dict.fromkeys(ways, points), "seconds": timed_rounds(ways, rounds)}
+        ways |= {f"weak {count}": trained(count), f"strong {count}": trained(count, max(1, whole // count))}
+    return {"samples": dict.fromkeys(ways, points), "seconds": timed_rounds(ways, load.linear_model_rounds)}
 
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
     count, points = measurements["count"], measurements["points"]
-    figures, parts = [], []
-    needed = measurements["efficiency"] * count
+    figures, parts, needed = [], [], measurements["efficiency"] * count
     speeds = [_speed_ups(point) for point in points]
     for point, speed in zip(points, speeds, strict=True):
-        name = f"{point['stem']} stem, batch {point['batch']}"
-        part = _part(name, speed[f"weak {count}"], speed[f"apart {count}"], measurements)
-        parts.append(part)
-        name = f"speed-up of DDP, {count} processes"
-        figures.append(speed[f"weak {count}"].figure(name, "x", part.name, against=needed))
-        figures.append(speed[f"apart {count}"].figure(f"the same without communication, {count}", "x", part.name))
+        name, weak, apart = f"{point['stem']} stem, batch {point['batch']}", f"weak {count}", f"apart {count}"
+        parts.append(_part(name, speed[weak], speed[apart], measurements))
+        figures.append(speed[weak].figure(f"speed-up of DDP, {count} processes", "x", name, against=needed))
+        figures.append(speed[apart].figure(f"the same without communication, {count}", "x", name))
     toy = _speed_ups(measurements["toy"])
     sharing = " on fewer cores" if measurements["devices"] < 2 else ""
     for way, gain in toy.items():
@@ -215,9 +200,16 @@ def judge(measurements: Measurements) -> Judgement:
     figures += of_runs
     if not count:
         return missing("two cores or two CUDA devices that can work at the same time", figures, plots)
-    series = [_plot(points, speeds, count), *plots]
+    names = [f"{point['stem']} {point['batch']}" for point in points]
+    lines = [Line(f"{count} times faster", [float(count)] * len(points))]
+    lines += [
+        line(name, [speed[f"{kind} {count}"] for speed in speeds])
+        for kind, name in (("weak", "DDP"), ("apart", "no communication"))
+    ]
+    title = f"Speed-up of ResNet-18 on {count} processes"
+    plot = Series(title, Axis("stem and batch", "", names), Axis("speed-up", "x"), lines)
     measurable = [part for part in parts if part.verdict != "not measurable here"]
-    return replace(composed(parts, figures, series), verdict=composed(measurable or parts).verdict)
+    return replace(composed(parts, figures, [plot, *plots]), verdict=composed(measurable or parts).verdict)
 
 
 def _part(name: str, speed: Interval, apart: Interval, measurements: Measurements) -> Part:
@@ -230,9 +222,8 @@ def _part(name: str, speed: Interval, apart: Interval, measurements: Measurement
         said += f": more than {count}, so the single process was slowed down by something else"
     elif speed.above(needed):
         verdict = "confirmed"
-    elif speed.below_one and apart.above_one:
-        verdict = "refuted"
-        said += ": slower than one process"
+    elif speed.below() and apart.above():
+        verdict, said = "refuted", f"{said}: slower than one process"
     elif apart.below(needed):
         verdict = "not measurable here"
         said = f"needs {count} {unit} that are free at the same time: {said}"
@@ -244,22 +235,7 @@ def _part(name: str, speed: Interval, apart: Interval, measurements: Measurement
 
 
 def _speed_ups(found: dict[str, Any]) -> dict[str, Interval]:
-    seconds, samples = found["seconds"], found["samples"]
-    return {
-        way: ratio_interval(
-            [one / samples["1"] for one in seconds["1"]], [taken / samples[way] for taken in seconds[way]]
-        )
-        for way in seconds
-        if way != "1"
-    }
-
-
-def _plot(points: list[dict[str, Any]], speeds: list[dict[str, Interval]], count: int) -> Series:
-    lines = [Line(f"{count} times faster", [float(count)] * len(points))]
-    for kind, name in (("weak", "DDP"), ("apart", "no communication")):
-        found = [speed[f"{kind} {count}"] for speed in speeds]
-        lines.append(Line(name, [one.value for one in found], [one.low for one in found], [one.high for one in found]))
-    names = [f"{point['stem']} {point['batch']}" for point in points]
-    return Series(
-        f"Speed-up of ResNet-18 on {count} processes", Axis("stem and batch", "", names), Axis("speed-up", "x"), lines
-    )
+    """Ratios of the seconds for a sample, by way."""
+    each = {way: [taken / found["samples"][way] for taken in seconds] for way, seconds in found["seconds"].items()}
+    alone = each.pop("1")
+    return {way: ratio_interval(alone, taken) for way, taken in each.items()}

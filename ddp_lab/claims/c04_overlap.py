@@ -22,16 +22,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_core.base.process import keep_freed_memory
 from ddp_core.model.builders import mlp, resnet18
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.framework.statistics import ROUNDS, Interval, median_interval, ratio_interval
+from ddp_lab.claims.framework.statistics import ROUNDS, Interval, line, median_interval, milliseconds, ratio_interval
 from ddp_lab.claims.measuring import namespaces
 from ddp_lab.claims.measuring.links import on_links
 from ddp_lab.claims.measuring.measure import timed_rounds
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
-from ddp_lab.records import Axis, Figure, Line, Part, Series, Verdict
+from ddp_lab.records import Axis, Figure, Part, Series, Verdict
 
 claim = Claim(
     id="C04",
@@ -86,7 +85,7 @@ claim = Claim(
     headline="after backward / overlapped",
 )
 
-WAYS = ("overlapped", "after", "none")
+
 NAMES = {
     "overlapped": "overlapped with backward",
     "after": "after backward",
@@ -94,20 +93,19 @@ NAMES = {
     "alone": "all-reduce alone",
 }
 DURING, UPDATED = "communicates during backward", "updates the parameters during backward"
+LOOKS, CHANGED, STEPPED = "looks during backward", "changed during backward", "changed after step"
 
 
 def measure(setting: Setting) -> Measurements:
     """Seconds per round and way; and when parameters change."""
     load = claim.load(setting)
     cuda = setting.device_type(2) == "cuda"
-    ranks = max(count for count in (2, 4, 8) if count <= max(2, setting.cuda_devices)) if cuda else 2
     batch, steps = (load.batch_on_cuda, load.steps_on_cuda) if cuda else (load.batch, load.steps)
     measured: dict[str, Any] = {"devices": setting.devices, "steps": steps, "copying_share": load.copying_share}
     if setting.devices >= 2:
-        rounds = (load.rounds, load.rounds_on_loopback)
-        measured |= on_links(setting, time_ways, ranks, *rounds, load.link_mbit_per_second, batch, steps)
-    measured["changes"] = run_ranks(compare_parameters, 2, load.steps_with_parameters_compared)
-    return measured
+        how = (setting.ranks if cuda else 2, load.rounds, load.rounds_on_loopback, load.link_mbit_per_second)
+        measured |= on_links(setting, time_ways, *how, batch, steps)
+    return measured | {"changes": run_ranks(compare_parameters, 2, load.steps_with_parameters_compared)}
 
 
 class Switch:
@@ -129,20 +127,17 @@ def hook(switch: Switch, bucket: dist.GradBucket) -> torch.futures.Future[Tensor
         sent: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
         return sent
     switch.kept.append(buffer)
-    future: torch.futures.Future[Tensor] = torch.futures.Future(
-        devices=[buffer.device] if buffer.device.type == "cuda" else None
-    )
+    devices = [buffer.device] if buffer.device.type == "cuda" else None
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
     future.set_result(buffer)
     return future
 
 
 def time_ways(rank: int, world_size: int, device: str, rounds: int, batch: int, steps: int) -> dict[str, Any]:
     """Time the three ways on this rank."""
-    place = own_device(rank, device)
-    if device == "cpu":
-        keep_freed_memory()
+    place = own_device(rank, device, keep_freed=True)
     images, labels = torch.randn(batch, 3, 32, 32, device=place), torch.zeros(batch, dtype=torch.long, device=place)
-    loss, switch = nn.CrossEntropyLoss(), Switch()
+    switch = Switch()
     # The gradients are views of the buckets, so an all-reduce of the buckets after backward is one of the gradients.
     module = DistributedDataParallel(resnet18(small_input=True).to(place), gradient_as_bucket_view=True)
     # torch checks the annotations of a hook, and refuses the strings that this file's future import makes of them.
@@ -153,7 +148,7 @@ def time_ways(rank: int, world_size: int, device: str, rounds: int, batch: int, 
         for _ in range(steps):
             switch.kept.clear()
             module.zero_grad()
-            loss(module(images), labels).backward()
+            nn.functional.cross_entropy(module(images), labels).backward()
             if way == "after":
                 send(switch.kept)
 
@@ -166,7 +161,7 @@ def time_ways(rank: int, world_size: int, device: str, rounds: int, batch: int, 
     for _ in range(3):
         run("none")
     buckets = list(switch.kept)
-    ways: dict[str, Callable[[], None]] = {way: lambda way=way: run(way) for way in WAYS}  # type: ignore[misc]
+    ways: dict[str, Callable[[], None]] = {way: lambda way=way: run(way) for way in list(NAMES)[:3]}  # type: ignore[misc]
     ways["alone"] = lambda: send(steps * buckets)
     seconds = timed_rounds(ways, rounds, warm_up=2)
     return {"seconds": seconds, "bucket_bytes": [buffer.numel() * buffer.element_size() for buffer in buckets]}
@@ -179,14 +174,14 @@ def compare_parameters(rank: int, world_size: int, steps: int) -> dict[str, int]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     parameters = list(module.parameters())
     before: list[Tensor] = []
-    found = {"looks during backward": 0, "changed during backward": 0, "changed after step": 0, "steps": steps}
+    found = {LOOKS: 0, CHANGED: 0, STEPPED: 0, "steps": steps}
 
     def changed() -> bool:
         return not all(torch.equal(now, then) for now, then in zip(parameters, before, strict=True))
 
     def look(parameter: Tensor) -> None:
-        found["looks during backward"] += 1
-        found["changed during backward"] += changed()
+        found[LOOKS] += 1
+        found[CHANGED] += changed()
 
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(look)
@@ -196,36 +191,34 @@ def compare_parameters(rank: int, world_size: int, steps: int) -> dict[str, int]
         module(torch.randn(8, 32)).square().mean().backward()
         look(parameters[0])
         optimizer.step()
-        found["changed after step"] += changed()
+        found[STEPPED] += changed()
     return found
 
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    figures, series = [], []
+    figures, series, steps = [], [], measurements["steps"]
     overlap = Part(DURING, "not measurable here", "needs two cores or two CUDA devices that work at the same time")
     if measurements["devices"] >= 2:
         judged, unshaped = measurements["judged"], measurements["unshaped"]
         if unshaped:
-            figures += _steps(unshaped, measurements["steps"], " over loopback", "")
+            figures += _steps(unshaped, steps, " over loopback", "")
         overlap = _overlap(measurements)
         if judged:
-            steps = _steps(judged, measurements["steps"], "", DURING)
             gain = ratio_interval(judged["seconds"]["after"], judged["seconds"]["overlapped"])
-            figures += [gain.figure("after backward / overlapped", "x", DURING, against=1.0)]
-            figures += [_hidden(judged).figure("hidden share of communication", "%", DURING, bounds=(-50, 150)), *steps]
-            series.append(_plot(measurements, steps))
-    changes = measurements["changes"]
-    looks, during, after, steps_made = (
-        sum(rank[name] for rank in changes)
-        for name in ("looks during backward", "changed during backward", "changed after step", "steps")
-    )
-    figures.append(
-        Figure("looks during backward that found a parameter changed", during, part=UPDATED, bounds=(0, looks))
-    )
-    figures.append(Figure("optimizer steps that changed parameters", after, part=UPDATED, bounds=(0, steps_made)))
-    verdict: Verdict = "confirmed" if during else "refuted" if looks and after == steps_made else "inconclusive"
-    said = f"{during} of {looks} looks during backward found a parameter changed, {after} of {steps_made} steps did"
+            figures.append(gain.figure("after backward / overlapped", "x", DURING, against=1.0))
+            figures.append(_hidden(judged).figure("hidden share of communication", "%", DURING, bounds=(-50, 150)))
+            figures += _steps(judged, steps, "", DURING)
+            each = [milliseconds(judged["seconds"][way], steps) for way in NAMES]
+            axis, name = Axis("communication", "", list(NAMES.values())), f"{measurements['ranks']} ranks"
+            series.append(Series("Step time by when gradients travel", axis, Axis("step", "ms"), [line(name, each)]))
+    totals = {name: sum(rank[name] for rank in measurements["changes"]) for name in (LOOKS, CHANGED, STEPPED, "steps")}
+    looks, during, after, made = totals.values()
+    name = "looks during backward that found a parameter changed"
+    figures.append(Figure(name, during, part=UPDATED, bounds=(0, looks)))
+    figures.append(Figure("optimizer steps that changed parameters", after, part=UPDATED, bounds=(0, made)))
+    verdict: Verdict = "confirmed" if during else "refuted" if looks and after == made else "inconclusive"
+    said = f"{during} of {looks} looks during backward found a parameter changed, {after} of {made} steps did"
     return composed([overlap, Part(UPDATED, verdict, said)], figures, series)
 
 
@@ -242,8 +235,7 @@ def _overlap(measurements: Measurements) -> Part:
         said += f"; copying alone takes {100 * share:.0f} % of the communication's time"
         if share >= measurements["copying_share"]:
             return Part(DURING, "not measurable here", f"needs more or faster cores: {said}")
-    verdict: Verdict = "confirmed" if gain.above_one else "refuted" if gain.below_one else "inconclusive"
-    return Part(DURING, verdict, said)
+    return Part(DURING, gain.side(), said)
 
 
 def _hidden(found: dict[str, Any]) -> Interval:
@@ -252,18 +244,5 @@ def _hidden(found: dict[str, Any]) -> Interval:
 
 
 def _steps(found: dict[str, Any], steps: int, where: str, part: str) -> list[Figure]:
-    return [
-        median_interval([1000 * taken / steps for taken in found["seconds"][way]]).figure(f"{name}{where}", "ms", part)
-        for way, name in NAMES.items()
-    ]
-
-
-def _plot(measurements: Measurements, steps: list[Figure]) -> Series:
-    values = [[getattr(figure, name) for figure in steps] for name in ("value", "low", "high")]
-    line = Line(f"{measurements['ranks']} ranks", *values)
-    return Series(
-        "Step time by when gradients travel",
-        Axis("communication", "", list(NAMES.values())),
-        Axis("step", "ms"),
-        [line],
-    )
+    seconds = found["seconds"]
+    return [milliseconds(seconds[way], steps).figure(f"{name}{where}", "ms", part) for way, name in NAMES.items()]

@@ -18,15 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_core.base.process import keep_freed_memory
 from ddp_core.base.torch_internals import ddp_facts
 from ddp_core.model.builders import mlp, resnet18
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed, holds
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.framework.statistics import ROUNDS, median_interval, ratio_interval
+from ddp_lab.claims.framework.statistics import ROUNDS, line, milliseconds, ratio_interval
 from ddp_lab.claims.measuring.measure import timed_rounds
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
-from ddp_lab.records import Axis, Figure, Line, Part, Series, Verdict
+from ddp_lab.records import Axis, Figure, Part, Series
 
 claim = Claim(
     id="C05",
@@ -72,6 +71,7 @@ claim = Claim(
     headline="one by one / buckets",
 )
 
+
 ONE_BY_ONE, BY_HAND = "one by one", "by hand"
 ONE_BYTE = 1 / 2**20
 NETWORKS = {"narrow": "many small gradients (narrow network)", "resnet18": "few large gradients (ResNet-18)"}
@@ -79,26 +79,15 @@ NETWORKS = {"narrow": "many small gradients (narrow network)", "resnet18": "few 
 
 def measure(setting: Setting) -> Measurements:
     """Seconds per round by network and way of sending."""
-    count = max((count for count in (2, 4, 8) if count <= setting.devices), default=0)
-    measured: dict[str, Any] = {"devices": setting.devices, "ranks": count, "networks": {}}
-    measured |= {
-        "margin": claim.load(setting).margin,
-        "default": claim.load(setting).default_mb,
-        "found_default": run_ranks(default_bucket, 1)[0],
-    }
-    if not count:
-        return measured
-    load = claim.load(setting)
+    load, count, networks = claim.load(setting), setting.ranks, {}
     device = setting.device_type(count)
-    for network, steps, rounds in (
-        ("narrow", load.narrow_steps_in_a_round, load.narrow_rounds),
-        ("resnet18", load.resnet18_steps_in_a_round, load.resnet18_rounds),
-    ):
+    for network in NETWORKS if count else ():
         setting.say(f"{network} on {count} ranks")
+        steps, rounds = (getattr(load, f"{network}_{what}") for what in ("steps_in_a_round", "rounds"))
         arguments = (device, network, load.bucket_cap_mb, steps, rounds)
-        ranks = run_ranks(time_ways, count, *arguments, device=device, timeout=300)
-        measured["networks"][network] = {"steps": steps, **ranks[0]}
-    return measured
+        networks[network] = {"steps": steps, **run_ranks(time_ways, count, *arguments, device=device, timeout=300)[0]}
+    found = {"devices": setting.devices, "ranks": count, "networks": networks, "margin": load.margin}
+    return found | {"default": load.default_mb, "found_default": run_ranks(default_bucket, 1)[0]}
 
 
 def default_bucket(rank: int, world_size: int) -> float:
@@ -110,9 +99,7 @@ def time_ways(
     rank: int, world_size: int, device: str, network: str, sizes: tuple[float, ...], steps: int, rounds: int
 ) -> dict[str, Any]:
     """Time every bucket size, and one by one, on this rank."""
-    place = own_device(rank, device)
-    if device == "cpu":
-        keep_freed_memory()
+    place = own_device(rank, device, keep_freed=True)
     torch.manual_seed(0)
     if network == "resnet18":
         model, inputs = resnet18(small_input=True), torch.randn(2, 3, 32, 32)
@@ -135,8 +122,7 @@ def time_ways(
 def _messages(module: DistributedDataParallel) -> int:
     """How many buckets DDP really makes; it rebuilds them after the first step."""
     facts = ddp_facts(module)
-    sizes = facts.get("rebuilt_bucket_sizes") or facts["bucket_sizes"]
-    return len(str(sizes).split(","))
+    return len(str(facts.get("rebuilt_bucket_sizes") or facts["bucket_sizes"]).split(","))
 
 
 def _steps(module: nn.Module, inputs: Tensor, steps: int) -> Callable[[], None]:
@@ -156,14 +142,13 @@ class OneByOne(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._under_way: list[dist.Work] = []
+        self._under_way: list[Any] = []
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._send)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Any:
         """The model's own forward."""
-        outputs: Tensor = self.model(inputs)
-        return outputs
+        return self.model(inputs)
 
     def wait(self) -> None:
         """Wait until every gradient is the mean over the ranks."""
@@ -174,46 +159,34 @@ class OneByOne(nn.Module):
     def _send(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         parameter.grad.div_(dist.get_world_size())
-        work = dist.all_reduce(parameter.grad, async_op=True)
-        assert work is not None
-        self._under_way.append(work)
+        self._under_way.append(dist.all_reduce(parameter.grad, async_op=True))
 
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
     default, found_default = measurements["default"], measurements["found_default"]
-    same: Verdict = "confirmed" if found_default == default else "refuted"
-    parts = [Part(f"buckets of {default:g} MB by default", same, f"DDP says {found_default:g} MB")]
-    figures, series = [Figure("bucket by default", found_default, "MB", part=parts[0].name)], []
+    same = f"buckets of {default:g} MB by default"
+    parts = [holds(same, found_default == default, f"DDP says {found_default:g} MB")]
+    figures, series = [Figure("bucket by default", found_default, "MB", part=same)], []
     for network, name in NETWORKS.items():
         found = measurements["networks"].get(network)
         if found is None:
             needs = "needs two cores or two CUDA devices that can work at the same time"
             parts.append(Part(name, "not measurable here", needs))
             continue
-        seconds, steps, buckets = found["seconds"], found["steps"], _name(default)
-        each = {way: median_interval([1000 * taken / steps for taken in rounds]) for way, rounds in seconds.items()}
+        seconds, messages, buckets = found["seconds"], found["messages"], _name(default)
+        each = {way: milliseconds(rounds, found["steps"]) for way, rounds in seconds.items()}
         gain = ratio_interval(seconds[ONE_BY_ONE], seconds[buckets])
         figures.append(gain.figure(f"one by one / buckets of {buckets}", "x", name, against=1.0))
-        figures += [
-            one.figure(f"step, {way}, {found['messages'][way]} messages", "ms", name) for way, one in each.items()
-        ]
+        figures += [one.figure(f"step, {way}, {messages[way]} messages", "ms", name) for way, one in each.items()]
         said = f"sent one by one a step takes {gain} times as long as with buckets of {buckets} "
-        said += f"({found['messages'][ONE_BY_ONE]} messages against {found['messages'][buckets]})"
-        verdict: Verdict = "confirmed" if gain.above_one else "refuted" if gain.below_one else "inconclusive"
+        said += f"({messages[ONE_BY_ONE]} messages against {messages[buckets]})"
         nearer = min(abs(gain.low - 1), abs(gain.high - 1))
-        if verdict != "inconclusive" and nearer <= measurements["margin"]:
+        if gain.side() != "inconclusive" and nearer <= measurements["margin"]:
             said += f": marginal, the interval ends {100 * nearer:.2g} % from 1"
-        parts.append(Part(name, verdict, said))
-        values = [[getattr(one, which) for one in each.values()] for which in ("value", "low", "high")]
-        series.append(
-            Series(
-                f"Step time by bucket size, {network}",
-                Axis("bucket_cap_mb", "", list(each)),
-                Axis("step", "ms"),
-                [Line(f"{measurements['ranks']} ranks", *values)],
-            )
-        )
+        parts.append(Part(name, gain.side(), said))
+        lines, title = [line(f"{measurements['ranks']} ranks", each.values())], f"Step time by bucket size, {network}"
+        series.append(Series(title, Axis("bucket_cap_mb", "", list(each)), Axis("step", "ms"), lines))
     return composed(parts, figures, series)
 
 

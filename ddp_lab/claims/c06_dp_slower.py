@@ -218,9 +218,9 @@ def judge(measurements: Measurements) -> Judgement:
         return missing("2 CUDA devices: on CPU nn.DataParallel does nothing but call the module", figures, [plot])
     said = ", ".join(f"{ratio} times DDP's on {name}" for name, ratio in ratios.items())
     reason = f"with {measurements['replicas']} devices nn.DataParallel's step takes {said}"
-    if any(ratio.below_one for ratio in ratios.values()):
+    if any(ratio.below() for ratio in ratios.values()):
         return Judgement("refuted", reason, figures, [plot])
-    if all(ratio.above_one for ratio in ratios.values()):
+    if all(ratio.above() for ratio in ratios.values()):
         return Judgement("confirmed", reason, figures, [plot])
     return Judgement("inconclusive", f"{reason}: not beyond noise on every one", figures, [plot])
 

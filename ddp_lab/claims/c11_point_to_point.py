@@ -215,9 +215,9 @@ def _loop(judged: dict[str, Any]) -> Part:
         f"a line leaves {residuals} times the squared residuals of a square, {1000 * slope.value:.0f} ms per receiver"
     )
     verdict: Verdict = "inconclusive"
-    if slope.above(0) and residuals.below_one:
+    if slope.above(0) and residuals.below():
         verdict = "confirmed"
-    elif residuals.above_one:
+    elif residuals.above():
         verdict = "refuted"
     return Part(LOOP, verdict, said)
 

@@ -173,7 +173,7 @@ def judge(measurements: Measurements) -> Judgement:
             title = f"time on all of {case['ranks']} ranks / rank 0 alone"
             figures.append(ratio.figure(title, "x", name, against=1.0 if judged else None))
             if judged:
-                verdict = "confirmed" if ratio.below_one else "refuted" if ratio.above_one else "inconclusive"
+                verdict = "confirmed" if ratio.below() else "refuted" if ratio.above() else "inconclusive"
                 faster = Part(name, verdict, f"{case['ranks']} ranks take {ratio} of rank 0's time")
         parts.append(faster)
     first = cases[0]

@@ -235,12 +235,12 @@ def _part(name: str, kept: Interval, others: dict[str, Interval], limit: float, 
         return Part(name, "inconclusive", f"the search for the rate of k = 1 ended at an edge: {text}")
     if kept.above(limit):
         return Part(name, "refuted", f"the linear rule loses the result: {text}")
-    if better := [rule for rule, ratio in others.items() if ratio.above_one]:
+    if better := [rule for rule, ratio in others.items() if ratio.above()]:
         return Part(name, "refuted", f"{' and '.join(better)} is better than the linear rule: {text}")
-    if kept.below(limit) and others["none"].below_one:
+    if kept.below(limit) and others["none"].below():
         return Part(name, "confirmed", text)
     open_ends = [] if kept.below(limit) else ["that the linear rule keeps the result was not shown"]
-    open_ends += [] if others["none"].below_one else ["that not scaling is worse was not shown"]
+    open_ends += [] if others["none"].below() else ["that not scaling is worse was not shown"]
     return Part(name, "inconclusive", f"{' and '.join(open_ends)}: {text}")
 
 

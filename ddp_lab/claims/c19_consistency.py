@@ -224,7 +224,7 @@ def judge(measurements: Measurements) -> Judgement:
     ratio = ratio_interval(*([case[way] + _SMALLEST for case in cases] for way in ("dp", "ddp")))
     against = 1.0 if on_cuda else None
     figures.append(ratio.figure("largest difference, DP's against DDP's", "times", NEARER, stand_in, against))
-    verdict: Verdict = "confirmed" if ratio.above_one else "refuted" if ratio.below_one else "inconclusive"
+    verdict: Verdict = "confirmed" if ratio.above() else "refuted" if ratio.below() else "inconclusive"
     parts.append(_part(NEARER, verdict, f"DP's largest difference is {ratio} times DDP's", not on_cuda))
     found = measurements["exact"]
     layouts = ", ".join(f"{run['layout']} x{run['count']}" for run in found)

@@ -228,7 +228,7 @@ def _faster(measurements: Measurements, ratios: dict[str, Any], shares: dict[str
         return Part(FASTER, "not measurable here", f"needs 2 cores, found {cores}")
     said = f"{ratios[judged]} times the samples per second with {judged} workers on {cores} cores; the wait for data "
     said += f"is {shares['0'].value:.0f} % without workers and {shares[judged].value:.0f} % with them"
-    above, below = ratios[judged].above_one, ratios[judged].below_one
+    above, below = ratios[judged].above(), ratios[judged].below()
     return Part(FASTER, "confirmed" if above else "refuted" if below else "inconclusive", said)
 
 

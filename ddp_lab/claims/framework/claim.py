@@ -109,6 +109,11 @@ def composed(parts: Sequence[Part], figures: Sequence[Figure] = (), series: Sequ
     return Judgement(verdict, reason, figures, series, parts)
 
 
+def holds(name: str, so: Any, reason: str, otherwise: str = "") -> Part:
+    """A part that is confirmed where it is so, else refuted; `otherwise` is then the reason, where it is another."""
+    return Part(name, "confirmed" if so else "refuted", reason if so else otherwise or reason)
+
+
 def missing(what: str, figures: Sequence[Figure] = (), series: Sequence[Series] = ()) -> Judgement:
     """Not measurable here, for want of `what`."""
     return Judgement("not measurable here", f"needs {what}", figures, series)

@@ -45,6 +45,11 @@ class Setting:
         return self.cuda_devices if self.cuda_devices > 1 else self.cores
 
     @property
+    def ranks(self) -> int:
+        """The most of 2, 4 and 8 ranks that can work at the same time; 0 where no two can."""
+        return max((count for count in (2, 4, 8) if count <= self.devices), default=0)
+
+    @property
     def claims(self) -> Path:
         """Where the claims' files go."""
         return self.output / "claims"

@@ -30,14 +30,14 @@ interval rather than two numbers).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import comb
 from statistics import median
 
-from ddp_lab.records import Bounds, Figure
+from ddp_lab.records import Bounds, Figure, Line, Verdict
 
 FAMILY_ERROR = 0.05
 FAMILY = 37
@@ -105,23 +105,17 @@ class Interval:
         above, below = (sum(sign * (value - limit) > 0 for value in self.values) for sign in (1, -1))
         return min(1.0, 2 * heads_at_most(self.count - max(above, below), self.count))
 
-    def above(self, limit: float) -> bool:
+    def above(self, limit: float = 1.0) -> bool:
         """Beyond noise above a limit."""
         return self.value > limit and self.p(limit) <= _allowed.get()
 
-    def below(self, limit: float) -> bool:
+    def below(self, limit: float = 1.0) -> bool:
         """Beyond noise below a limit."""
         return self.value < limit and self.p(limit) <= _allowed.get()
 
-    @property
-    def above_one(self) -> bool:
-        """Beyond noise, and greater than 1."""
-        return self.above(1.0)
-
-    @property
-    def below_one(self) -> bool:
-        """Beyond noise, and less than 1."""
-        return self.below(1.0)
+    def side(self, limit: float = 1.0, above: Verdict = "confirmed", below: Verdict = "refuted") -> Verdict:
+        """The verdict for an interval above a limit or below it; inconclusive where that is not beyond noise."""
+        return above if self.above(limit) else below if self.below(limit) else "inconclusive"
 
     def figure(
         self,
@@ -170,6 +164,17 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -
     if len(numerators) != len(denominators):
         raise ValueError(f"{len(numerators)} rounds against {len(denominators)}")
     return median_interval([above / below for above, below in zip(numerators, denominators, strict=True)])
+
+
+def milliseconds(seconds: Sequence[float], steps: int = 1) -> Interval:
+    """The median of a step, in ms, from the seconds of rounds of so many steps."""
+    return median_interval([1000 * taken / steps for taken in seconds])
+
+
+def line(name: str, intervals: Iterable[Interval]) -> Line:
+    """A line of medians with the band of their intervals."""
+    ends = [(one.value, one.low, one.high) for one in intervals]
+    return Line(name, *map(list, zip(*ends, strict=True)))
 
 
 def level_reached(count: int, place: int) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.process import keep_freed_memory
 from ddp_core.distributed.world import free_port
 from ddp_lab.claims.measuring import namespaces
 
@@ -98,10 +99,15 @@ def run_ranks(
     return [collected[rank] for rank in range(world_size)]
 
 
-def own_device(rank: int, device: str) -> Any:
-    """The torch.device of a rank on one node: `cpu`, or the CUDA device whose number is the rank."""
+def own_device(rank: int, device: str, keep_freed: bool = False) -> Any:
+    """The torch.device of a rank on one node: `cpu`, or the CUDA device whose number is the rank.
+
+    With `keep_freed` a process on the CPU keeps the memory that it frees, as a training run does.
+    """
     import torch
 
+    if keep_freed and device == "cpu":
+        keep_freed_memory()
     return torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
 
 

@@ -22,24 +22,24 @@ from ddp_lab.claims.framework.statistics import (
 
 def test_a_clear_difference_is_beyond_noise() -> None:
     ratio = ratio_interval([2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.0, 2.0, 2.0, 2.0, 2.0], [1.0] * 11)
-    assert ratio.above_one
-    assert not ratio.below_one
+    assert ratio.above()
+    assert not ratio.below()
     assert ratio.low <= ratio.value == 2.0 <= ratio.high
 
 
 def test_noise_is_not() -> None:
     ratio = ratio_interval([1.0, 1.3, 0.8, 1.1, 0.9, 1.2, 0.7, 1.0], [1.0] * 8)
-    assert not ratio.above_one
-    assert not ratio.below_one
+    assert not ratio.above()
+    assert not ratio.below()
 
 
 def test_few_rounds_say_nothing_and_tell_the_level_that_they_reach() -> None:
     enough = ROUNDS[0]
     few = ratio_interval([2.0] * (enough - 1), [1.0] * (enough - 1))
-    assert not few.above_one
+    assert not few.above()
     assert few.level == 1 - 2 / 2 ** (enough - 1) < 1 - STRICTEST
     assert median_interval([2.0] * 5).level == 0.9375
-    assert ratio_interval([2.0] * enough, [1.0] * enough).above_one
+    assert ratio_interval([2.0] * enough, [1.0] * enough).above()
 
 
 # p of the sign test, from printed tables: 2 / 2^8; 1 of 15 on the other side; 5 of 20; 4 of 10.
@@ -59,7 +59,7 @@ def test_a_round_that_equals_the_limit_counts_against() -> None:
 def test_an_interval_leaves_out_a_limit_exactly_when_its_test_succeeds(count: int) -> None:
     for against in range(count // 2):
         interval = median_interval([0.9] * against + [1.1] * (count - against))
-        assert interval.above_one == (interval.low > 1 and interval.level >= 1 - STRICTEST)
+        assert interval.above() == (interval.low > 1 and interval.level >= 1 - STRICTEST)
 
 
 def test_the_rounds_follow_from_the_family() -> None:
@@ -90,11 +90,11 @@ def test_a_family_without_effects_is_wrong_about_one_as_often_as_it_says() -> No
 
 def test_what_holm_allows_widens_what_is_beyond_noise() -> None:
     ten = ratio_interval([2.0] * 10, [1.0] * 10)
-    assert not ten.above_one
+    assert not ten.above()
     with allowing(0.01):
-        assert ten.above_one
+        assert ten.above()
         assert median_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]).level >= 0.99
-    assert not ten.above_one
+    assert not ten.above()
 
 
 # From printed tables of the sign test: the smallest and largest of 8; the 3rd of 15; the 5th of 21; the 8th of 30.

@@ -279,7 +279,7 @@ def test_verdicts_of_a_run_are_those_that_holm_allows_for_all_of_its_claims(sett
         def judge(measurements: dict[str, Any]) -> Judgement:
             ratio = ratio_interval([2.0] * rounds, [1.0] * rounds)
             return Judgement(
-                "confirmed" if ratio.above_one else "inconclusive", "timed", [ratio.figure("r", against=1.0)]
+                "confirmed" if ratio.above() else "inconclusive", "timed", [ratio.figure("r", against=1.0)]
             )
 
         return KnownClaim(replace(made_up(None).claim, id=number), lambda _: {}, judge, "")
