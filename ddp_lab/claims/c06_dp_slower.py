@@ -34,12 +34,12 @@ from ddp_core.observe.step import StepBatch
 from ddp_core.trainers.data_parallel import DataParallelStrategy
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, missing
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.framework.statistics import ROUNDS, Interval, median_interval, ratio_interval
+from ddp_lab.claims.framework.statistics import ROUNDS, Interval, line, milliseconds, ratio_interval
 from ddp_lab.claims.measuring.measure import timed_rounds
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.claims.measuring.rendered_data_parallel import RenderedDataParallel
 from ddp_lab.claims.measuring.stepping import Stepper
-from ddp_lab.records import Axis, Figure, Line, Series
+from ddp_lab.records import Axis, Figure, Series
 
 claim = Claim(
     id="C06",
@@ -83,6 +83,7 @@ claim = Claim(
     tests=2,
 )
 
+
 THREADS, RENDERED = "threads that stay", "nn.DataParallel's step rendered on CPU"
 CUTS: dict[str, dict[str, Any]] = {
     "": {},
@@ -94,22 +95,19 @@ CUTS: dict[str, dict[str, Any]] = {
 
 def measure(setting: Setting) -> Measurements:
     """Seconds per round by experiment and way."""
-    load = claim.load(setting)
-    count = max((count for count in (2, 4, 8) if count <= setting.devices), default=0)
+    load, count = claim.load(setting), setting.ranks
     measured: dict[str, Any] = {"devices": setting.devices, "replicas": count, "experiments": {}}
     if not count:
         return measured
     measured["device"] = device = setting.device_type(count)
-    for name, steps, rounds in (
-        ("digits", load.digits_steps_in_a_round, load.digits_rounds),
-        ("resnet18", load.resnet18_steps_in_a_round, load.resnet18_rounds),
-    ):
+    for name in ("digits", "resnet18"):
         setting.say(f"{name} on dp and ddp x {count}")
+        steps, rounds = (getattr(load, f"{name}_{what}") for what in ("steps_in_a_round", "rounds"))
         ranks = run_ranks(time_ways, count, device, name, steps, rounds, device=device, timeout=500)
-        measured["experiments"][name] = {"steps": steps, "seconds": ranks[0]}
+        found = measured["experiments"][name] = {"steps": steps, "seconds": ranks[0]}
         if device == "cpu":
-            (waiting,) = run_ranks(waiting_shares, 1, name, count, load.steps_for_waiting // (1 + 4 * (steps == 1)))
-            measured["experiments"][name]["waiting"] = waiting
+            waited = load.steps_for_waiting // (1 + 4 * (steps == 1))
+            (found["waiting"],) = run_ranks(waiting_shares, 1, name, count, waited)
     return measured
 
 
@@ -192,61 +190,46 @@ class Clock:
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    if measurements["replicas"] < 2:
+    count, experiments = measurements["replicas"], measurements["experiments"]
+    if count < 2:
         return missing("two CUDA devices")
     figures: list[Figure] = []
     ratios: dict[str, Interval] = {}
-    for name, found in measurements["experiments"].items():
-        seconds, steps = found["seconds"], found["steps"]
+    steps: dict[str, dict[str, Interval]] = {}
+    for name, found in experiments.items():
+        seconds = found["seconds"]
         for way in seconds:
             if way.startswith("ddp"):
                 continue
-            ratio = ratio_interval(seconds[way], seconds[_ddp(way)])
+            ratio = ratio_interval(seconds[way], seconds[f"ddp{_suffix(way)}"])
             text, against = f"{name}: step time of DP / DDP{_suffix(way)}", 1.0 if way == "dp" else None
             figures.append(ratio.figure(text, "x", stand_in=_stand_in(way), against=against))
             if way == "dp":
                 ratios[name] = ratio
         for way in seconds:
-            each = median_interval([1000 * taken / steps for taken in seconds[way]])
+            each = steps.setdefault(way, {})[name] = milliseconds(seconds[way], found["steps"])
             kind = "ddp" if way.startswith("ddp") else "dp"
             figures.append(each.figure(f"{name}: step, {kind}{_suffix(way)}", "ms", stand_in=_stand_in(way)))
         for replicas, share in found.get("waiting", {}).items():
             text = f"{name}: share of time that DP's threads wait, {replicas} replicas"
             figures.append(Figure(text, 100 * share, "%", stand_in=THREADS, bounds=(0, 100)))
-    plot = _plot(measurements)
+    lines = [line(way, each.values()) for way, each in steps.items() if not _suffix(way)]
+    axis, title = Axis("experiment", "", list(experiments)), f"Step time on {count} replicas or ranks"
+    plots = [Series(title, axis, Axis("step", "ms"), lines)]
     if not ratios:
-        return missing("2 CUDA devices: on CPU nn.DataParallel does nothing but call the module", figures, [plot])
+        return missing("2 CUDA devices: on CPU nn.DataParallel does nothing but call the module", figures, plots)
     said = ", ".join(f"{ratio} times DDP's on {name}" for name, ratio in ratios.items())
-    reason = f"with {measurements['replicas']} devices nn.DataParallel's step takes {said}"
+    reason = f"with {count} devices nn.DataParallel's step takes {said}"
     if any(ratio.below() for ratio in ratios.values()):
-        return Judgement("refuted", reason, figures, [plot])
+        return Judgement("refuted", reason, figures, plots)
     if all(ratio.above() for ratio in ratios.values()):
-        return Judgement("confirmed", reason, figures, [plot])
-    return Judgement("inconclusive", f"{reason}: not beyond noise on every one", figures, [plot])
+        return Judgement("confirmed", reason, figures, plots)
+    return Judgement("inconclusive", f"{reason}: not beyond noise on every one", figures, plots)
 
 
 def _suffix(way: str) -> str:
     return max((suffix for suffix in CUTS if way.endswith(suffix)), key=len)
 
 
-def _ddp(way: str) -> str:
-    return f"ddp{_suffix(way)}"
-
-
 def _stand_in(way: str) -> str:
     return next((name for name in (THREADS, RENDERED) if way.startswith(name)), "")
-
-
-def _plot(measurements: Measurements) -> Series:
-    experiments = measurements["experiments"]
-    lines = []
-    for way in dict.fromkeys(way for found in experiments.values() for way in found["seconds"]):
-        if _suffix(way):
-            continue
-        each = [
-            median_interval([1000 * taken / found["steps"] for taken in found["seconds"][way]])
-            for found in experiments.values()
-        ]
-        lines.append(Line(way, [one.value for one in each], [one.low for one in each], [one.high for one in each]))
-    title = f"Step time on {measurements['replicas']} replicas or ranks"
-    return Series(title, Axis("experiment", "", list(experiments)), Axis("step", "ms"), lines)

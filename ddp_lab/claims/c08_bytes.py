@@ -25,12 +25,12 @@ from torch.nn.parallel import comm
 from ddp_core.base.torch_internals import MOVES, TorchDispatchMode
 from ddp_core.config.layout import Layout
 from ddp_core.trainers.data_parallel import DataParallelStrategy
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed, holds
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.claims.measuring.stepping import Stepper
 from ddp_lab.claims.measuring.wire import bytes_moved, can_count
-from ddp_lab.records import Axis, Bounds, Figure, Line, Part, Series, Verdict
+from ddp_lab.records import Axis, Figure, Line, Part, Series
 
 claim = Claim(
     id="C08",
@@ -74,47 +74,47 @@ claim = Claim(
     headline="x 2: sent by all ranks",
 )
 
+
 DDP_HALF, DP_HALF = "DDP moves gradients and no weights", "DP moves weights and gradients in every step"
 STAND_IN = "replicas in one memory"
+MOVED = {"weights and buffers": "weights", "gradients": "gradients", "batch": "batch"}
 
 
 def measure(setting: Setting) -> Measurements:
     """Bytes per step, by number of devices. They may be more than the cores: bytes do not depend on speed."""
-    load = claim.load(setting)
-    measured: dict[str, Any] = {"countable": can_count(), "off_by_at_most": load.off_by_at_most, "by_devices": {}}
-    measured |= {"cuda_devices": setting.cuda_devices, "cuda": None}
+    load, by_devices, cuda = claim.load(setting), {}, None
     how = (load.samples_per_rank, load.steps)
     for count in load.ranks if can_count() else ():
         setting.say(f"counting on {count} devices")
-        ranks = run_ranks(count_ddp, count, *how, timeout=120)
-        (dp,) = run_ranks(count_replicas, 1, count, *how, timeout=120)
-        measured["by_devices"][str(count)] = {"ddp": ranks, "replicas": dp}
+        ranks = run_ranks(count_ddp, count, *how)
+        by_devices[str(count)] = {"ddp": ranks, "replicas": run_ranks(count_replicas, 1, count, *how)[0]}
     if setting.cuda_devices > 1:
-        (measured["cuda"],) = run_ranks(count_dp, 1, setting.cuda_devices, *how, device="cuda", timeout=120)
-    return measured
+        (cuda,) = run_ranks(count_dp, 1, setting.cuda_devices, *how, device="cuda")
+    found = {"countable": can_count(), "off_by_at_most": load.off_by_at_most, "by_devices": by_devices}
+    return found | {"cuda_devices": setting.cuda_devices, "cuda": cuda}
+
+
+def _stepper(kind: str, devices: int, samples: int, device: str = "cpu") -> Stepper:
+    layout = Layout.model_validate({"kind": kind, "device": device, "nproc_per_node": devices})
+    return Stepper("digits", layout, [f"global_batch_size={samples * devices}"])
 
 
 def count_ddp(rank: int, world_size: int, samples: int, steps: int) -> dict[str, float]:
     """What the kernel says this rank sent and received, per step."""
-    layout = Layout.model_validate({"kind": "ddp", "nproc_per_node": world_size})
-    with Stepper("digits", layout, [f"global_batch_size={samples * world_size}"]) as stepper:
+    with _stepper("ddp", world_size, samples) as stepper:
         stepper.step(3)
         dist.all_reduce(torch.zeros(1))
         before = bytes_moved()
         stepper.step(steps)
         sent, received = (after - then for after, then in zip(bytes_moved(), before, strict=True))
         model = stepper.strategy.model
-        return {
-            "sent": sent / steps,
-            "received": received / steps,
-            "gradients": _size(parameter.grad for parameter in model.parameters()),
-            "buffers": _size(model.buffers()),
-        }
+        gradients = _size(parameter.grad for parameter in model.parameters())
+        moved = {"sent": sent / steps, "received": received / steps}
+        return moved | {"gradients": gradients, "buffers": _size(model.buffers())}
 
 
 def count_dp(rank: int, world_size: int, count: int, samples: int, steps: int) -> dict[str, float]:
     """Bytes per step that nn.DataParallel sends to and from each further device: weights and buffers, gradients."""
-    layout = Layout.model_validate({"kind": "dp", "device": "cuda", "nproc_per_node": count})
     moved = {"weights": 0, "gradients": 0}
 
     def broadcast(tensors: Any, devices: Any, *more: Any) -> Any:
@@ -125,7 +125,7 @@ def count_dp(rank: int, world_size: int, count: int, samples: int, steps: int) -
         moved["gradients"] += sum(_size(tensors) for tensors in lists[1:])
         return reduces(lists, *more)  # type: ignore[no-untyped-call]
 
-    with Stepper("digits", layout, [f"global_batch_size={samples * count}"]) as stepper:
+    with _stepper("dp", count, samples, "cuda") as stepper:
         stepper.step(1)
         sends, reduces = comm.broadcast_coalesced, comm.reduce_add_coalesced
         comm.broadcast_coalesced, comm.reduce_add_coalesced = broadcast, reduce
@@ -139,8 +139,7 @@ def count_dp(rank: int, world_size: int, count: int, samples: int, steps: int) -
 
 def count_replicas(rank: int, world_size: int, count: int, samples: int, steps: int) -> dict[str, float]:
     """What one process copies between its replicas on CPU, in bytes per step, by kind of move."""
-    layout = Layout.model_validate({"kind": "dp", "nproc_per_node": count})
-    with Stepper("digits", layout, [f"global_batch_size={samples * count}"]) as stepper:
+    with _stepper("dp", count, samples) as stepper:
         strategy = stepper.strategy
         assert isinstance(strategy, DataParallelStrategy)
         stepper.step(1)
@@ -191,73 +190,55 @@ def _size(tensors: Any) -> int:
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    figures = []
-    totals: dict[str, list[float]] = {"DDP, counted": [], "DDP in theory": [], f"DP ({STAND_IN})": []}
-    for text, found in measurements["by_devices"].items():
-        counted, theory = _of_ddp(int(text), found["ddp"])
+    figures, totals, by_devices = [], [], measurements["by_devices"]
+    for text, found in by_devices.items():
+        counted, theory = _of_ddp(found["ddp"])
         replicas, others = found["replicas"], int(text) - 1
-        copied = others * (replicas["parameters"] + replicas["buffers"])
-        moves: dict[str, tuple[str, Bounds | None]] = {
-            "weights and buffers": ("weights", _near(copied)),
-            "gradients": ("gradients", _near(others * replicas["parameters"])),
-            "batch": ("batch", None),
-        }
-        figures += [
-            Figure(f"x {text}: sent by all ranks, counted", counted / 1e6, "MB", part=DDP_HALF, bounds=_more(theory)),
-            Figure(f"x {text}: gradients and buffers in theory", theory / 1e6, "MB", part=DDP_HALF),
-            *(
-                Figure(f"x {text}: {name}", replicas[move] / 1e6, "MB", part=DP_HALF, stand_in=STAND_IN, bounds=bounds)
-                for name, (move, bounds) in moves.items()
-            ),
-        ]
-        for line, value in zip(
-            totals.values(), (counted, theory, sum(replicas[move] for move, _ in moves.values())), strict=True
-        ):
-            line.append(value / 1e6)
-    axis = Axis("devices", "", list(measurements["by_devices"]))
-    plot = Series(
-        "Bytes per step, all devices together", axis, Axis("bytes", "MB"), [Line(*each) for each in totals.items()]
-    )
+        weights = others * replicas["parameters"]
+        known = {"weights": weights + others * replicas["buffers"], "gradients": weights}
+        # Copies can differ from theory by rounding only; on the wire there is also what the protocol adds.
+        bounds = {move: (0.999 * size / 1e6, 1.001 * size / 1e6) for move, size in known.items()}
+        sent = (0.999 * theory / 1e6, 2 * theory / 1e6)
+        figures.append(Figure(f"x {text}: sent by all ranks, counted", counted / 1e6, "MB", part=DDP_HALF, bounds=sent))
+        figures.append(Figure(f"x {text}: gradients and buffers in theory", theory / 1e6, "MB", part=DDP_HALF))
+        for name, move in MOVED.items():
+            how: dict[str, Any] = {"part": DP_HALF, "stand_in": STAND_IN, "bounds": bounds.get(move)}
+            figures.append(Figure(f"x {text}: {name}", replicas[move] / 1e6, "MB", **how))
+        totals.append([value / 1e6 for value in (counted, theory, sum(replicas[move] for move in MOVED.values()))])
+    names = ("DDP, counted", "DDP in theory", f"DP ({STAND_IN})")
+    lines = [Line(name, [each[number] for each in totals]) for number, name in enumerate(names)]
+    axis = Axis("devices", "", list(by_devices))
+    plot = Series("Bytes per step, all devices together", axis, Axis("bytes", "MB"), lines)
     return composed([_ddp_part(measurements), _dp_part(measurements, figures)], figures, [plot])
 
 
-def _near(known: float) -> Bounds:
-    """Megabytes that can differ from so many bytes by rounding only."""
-    return 0.999 * known / 1e6, 1.001 * known / 1e6
-
-
-def _more(known: float) -> Bounds:
-    """Megabytes of so many bytes and what the protocol adds, or of twice as much."""
-    return 0.999 * known / 1e6, 2 * known / 1e6
-
-
-def _of_ddp(count: int, ranks: list[dict[str, float]]) -> tuple[float, float]:
+def _of_ddp(ranks: list[dict[str, float]]) -> tuple[float, float]:
     """Bytes per step that all ranks sent, as counted and in theory."""
-    theory = 2 * (count - 1) * ranks[0]["gradients"] + (count - 1) * ranks[0]["buffers"]
+    theory = (len(ranks) - 1) * (2 * ranks[0]["gradients"] + ranks[0]["buffers"])
     return sum(rank["sent"] for rank in ranks), theory
 
 
 def _ddp_part(measurements: Measurements) -> Part:
     if not measurements["countable"]:
         return Part(DDP_HALF, "not measurable here", "needs Linux, whose kernel counts the bytes of each connection")
-    ratios = {count: _of_ddp(int(count), found["ddp"]) for count, found in measurements["by_devices"].items()}
-    worst = max((counted / theory for counted, theory in ratios.values()), key=lambda ratio: abs(ratio - 1))
+    ratios = {}
+    for count, found in measurements["by_devices"].items():
+        counted, theory = _of_ddp(found["ddp"])
+        ratios[count] = counted / theory
+    off = max(abs(ratio - 1) for ratio in ratios.values())
     first = next(iter(measurements["by_devices"].values()))["ddp"][0]
     weights = first["gradients"] / (2 * first["gradients"] + first["buffers"])
-    said = f"its bytes are at most {100 * abs(worst - 1):.1f} % off those of gradients and buffers, with " + (
-        f"{', '.join(ratios)} ranks; sending the weights, too, would add {100 * weights:.0f} %"
-    )
-    return Part(DDP_HALF, "confirmed" if abs(worst - 1) <= measurements["off_by_at_most"] else "refuted", said)
+    said = f"its bytes are at most {100 * off:.1f} % off those of gradients and buffers, with {', '.join(ratios)} ranks"
+    said += f"; sending the weights, too, would add {100 * weights:.0f} %"
+    return holds(DDP_HALF, off <= measurements["off_by_at_most"], said)
 
 
 def _dp_part(measurements: Measurements, figures: list[Figure]) -> Part:
     found = measurements["cuda"]
     if found is None:
         return Part(DP_HALF, "not measurable here", f"needs 2 CUDA devices, found {measurements['cuda_devices']}")
-    least = (found["devices"] - 1) * found["parameters"]
+    least, weights, gradients = (found["devices"] - 1) * found["parameters"], found["weights"], found["gradients"]
     figures += [Figure(move, found[move] / 1e6, "MB", part=DP_HALF) for move in ("weights", "gradients")]
-    verdict: Verdict = "confirmed" if min(found["weights"], found["gradients"]) >= least else "refuted"
-    said = f"on {found['devices']} devices it sends {found['weights'] / 1e6:.3f} MB of weights and buffers and "
-    return Part(
-        DP_HALF, verdict, f"{said}{found['gradients'] / 1e6:.3f} MB of gradients; one copy each is {least / 1e6:.3f}"
-    )
+    said = f"on {found['devices']} devices it sends {weights / 1e6:.3f} MB of weights and buffers and "
+    said += f"{gradients / 1e6:.3f} MB of gradients; one copy each is {least / 1e6:.3f}"
+    return holds(DP_HALF, min(weights, gradients) >= least, said)

@@ -27,13 +27,21 @@ from torch import Tensor
 
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed, missing
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.framework.statistics import ROUNDS, Interval, fit_line, median_interval, ratio_interval
+from ddp_lab.claims.framework.statistics import (
+    ROUNDS,
+    Interval,
+    fit_line,
+    line,
+    median_interval,
+    milliseconds,
+    ratio_interval,
+)
 from ddp_lab.claims.measuring import namespaces
 from ddp_lab.claims.measuring.links import on_links
 from ddp_lab.claims.measuring.measure import timed_rounds
 from ddp_lab.claims.measuring.ranks import own_device
 from ddp_lab.claims.measuring.wire import bytes_moved, can_count
-from ddp_lab.records import EITHER_SIGN, Axis, Figure, Line, Part, Series, Verdict
+from ddp_lab.records import EITHER_SIGN, Axis, Figure, Part, Series, Verdict
 
 claim = Claim(
     id="C11",
@@ -89,6 +97,7 @@ claim = Claim(
     tests=5,
     headline="slope / the loop's",
 )
+
 
 LOOP, TREE, RING, BROADCAST = "send loop", "tree", "ring", "dist.broadcast"
 WAYS = (LOOP, TREE, RING, BROADCAST)
@@ -167,43 +176,33 @@ def _way(way: str, rank: int, count: int, group: Any, message: Tensor) -> Callab
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
     judged, unshaped, limits = (measurements[name] for name in ("judged", "unshaped", "limits"))
-    figures, series = [], []
+    ranks, megabytes, figures, series = measurements["ranks"], measurements["megabytes"], [], []
     if unshaped:
-        figures += [
-            median_interval([1000 * value for value in times(unshaped, way)[-1]]).figure(
-                f"{way} to {measurements['ranks'] - 1} receivers over loopback", "ms"
-            )
-            for way in WAYS
-        ]
-        figures += [
-            Figure(f"times that the message leaves node 0, {way}", sent, bounds=(0.9, 1.1 * measurements["ranks"]))
-            for way, sent in unshaped["leaving"].items()
-        ]
-        series.append(_plot(f"{measurements['megabytes']} MB to every process over loopback", unshaped))
+        for way in WAYS:
+            name = f"{way} to {ranks - 1} receivers over loopback"
+            figures.append(milliseconds(times(unshaped, way)[-1]).figure(name, "ms"))
+        for way, sent in unshaped["leaving"].items():
+            figures.append(Figure(f"times that the message leaves node 0, {way}", sent, bounds=(0.9, 1.1 * ranks)))
+        series.append(_plot(f"{megabytes} MB to every process over loopback", unshaped))
     if judged is None:
-        return missing(f"{measurements['ranks']} CUDA devices; or {namespaces.WANTED}", figures, series)
+        return missing(f"{ranks} CUDA devices; or {namespaces.WANTED}", figures, series)
     link = "" if measurements["device"] == "cuda" else f", links of {measurements['megabits']} Mbit/s"
-    series.append(_plot(f"{measurements['megabytes']} MB to every node{link}", judged))
-    figures += [
-        median_interval([1000 * value for value in slopes(judged, way)]).figure(
-            "per further receiver", "ms", way, against=0.0 if way == LOOP else None, bounds=EITHER_SIGN
-        )
-        for way in WAYS
-    ]
+    series.append(_plot(f"{megabytes} MB to every node{link}", judged))
+    for way in WAYS:
+        against = 0.0 if way == LOOP else None
+        each = milliseconds(slopes(judged, way))
+        figures.append(each.figure("per further receiver", "ms", way, against=against, bounds=EITHER_SIGN))
     figures.append(_residuals(judged).figure("residuals of a line / of a square", "x", LOOP, against=1.0))
-    parts = [_loop(judged)]
+    parts, limit = [_loop(judged)], limits["slope_at_most"]
     for way in WAYS[1:]:
         if min(slopes(judged, LOOP)) <= 0:
-            parts.append(
-                Part(way, "inconclusive", "the loop does not grow in every round, so nothing compares with it")
-            )
+            text = "the loop does not grow in every round, so nothing compares with it"
+            parts.append(Part(way, "inconclusive", text))
             continue
         ratio = ratio_interval(slopes(judged, way), slopes(judged, LOOP))
-        against = limits["slope_at_most"]
-        figures.append(ratio.figure("slope / the loop's", "x", way, against=against, bounds=EITHER_SIGN))
-        below, above = ratio.below(against), ratio.above(against)
-        verdict: Verdict = "confirmed" if below else "refuted" if above else "inconclusive"
-        parts.append(Part(way, verdict, f"grows {ratio} times as fast with the receivers as the loop"))
+        figures.append(ratio.figure("slope / the loop's", "x", way, against=limit, bounds=EITHER_SIGN))
+        text = f"grows {ratio} times as fast with the receivers as the loop"
+        parts.append(Part(way, ratio.side(limit, "refuted", "confirmed"), text))
     if unshaped:
         parts = [_copying(part, judged, unshaped, limits) for part in parts]
     return composed(parts, figures, series)
@@ -211,15 +210,11 @@ def judge(measurements: Measurements) -> Judgement:
 
 def _loop(judged: dict[str, Any]) -> Part:
     residuals, slope = _residuals(judged), median_interval(slopes(judged, LOOP))
-    said = (
-        f"a line leaves {residuals} times the squared residuals of a square, {1000 * slope.value:.0f} ms per receiver"
-    )
-    verdict: Verdict = "inconclusive"
+    said = f"a line leaves {residuals} times the squared residuals of a square"
+    verdict: Verdict = "refuted" if residuals.above() else "inconclusive"
     if slope.above(0) and residuals.below():
         verdict = "confirmed"
-    elif residuals.above():
-        verdict = "refuted"
-    return Part(LOOP, verdict, said)
+    return Part(LOOP, verdict, f"{said}, {1000 * slope.value:.0f} ms per receiver")
 
 
 def _copying(part: Part, judged: dict[str, Any], unshaped: dict[str, Any], limits: dict[str, float]) -> Part:
@@ -260,9 +255,6 @@ def _left_over(x: Any, y: Any) -> float:
 
 
 def _plot(title: str, found: dict[str, Any]) -> Series:
-    lines = []
-    for way in WAYS:
-        each = [median_interval([1000 * value for value in values]) for values in times(found, way)]
-        lines.append(Line(way, [one.value for one in each], [one.low for one in each], [one.high for one in each]))
+    lines = [line(way, map(milliseconds, times(found, way))) for way in WAYS]
     receivers = [int(count) - 1 for count in found["seconds"][LOOP]]
     return Series(f"Time to give {title}", Axis("receivers", "", receivers), Axis("time", "ms"), lines)
