@@ -8,7 +8,7 @@ there are W times fewer steps; a learning rate that is W times larger makes up f
 
 from __future__ import annotations
 
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.training import train
 from ddp_lab.records import Bounds, Figure
@@ -36,12 +36,9 @@ claim = Claim(
         "tolerance": (0.02, 0.02),
         "limit_of_loss": (0.0115, 0.0115),
     },
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "The rule is the one before with its limits among the loads; several seeds of points are new.",
-            "a5f10f092f5456d4",
-        ),
+    history=versions(
+        "2026-11-22 a5f10f092f5456d4 The rule is the one before with its limits among the loads; several seeds of "
+        "points are new."
     ),
     seconds=(15, 140),
     headline="w, ddp x 2",

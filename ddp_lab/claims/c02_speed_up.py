@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp_core.model.builders import linear, resnet18
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed, missing
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, missing, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import ROUNDS, Interval, line, ratio_interval
 from ddp_lab.claims.measuring.measure import timed_rounds
@@ -75,22 +75,14 @@ claim = Claim(
         "epochs_of_whole_runs": (3, 3),
         "global_batch_of_whole_runs": (64, 64),
     },
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "The verdict comes from a sweep over stems and batches instead of one batch of one stem, and a speed-up "
-            "above n is called a broken baseline; before, it counted as confirmed. The ranks keep freed memory, and "
-            "the control trains the model of the single process.",
-            "9730120dc7890664",
-        ),
-        RuleVersion(
-            "2026-11-25",
-            "The source's own program is judged, too, beside a control of its own, and what is "
-            "slower than one process is refuted however free the cores are; before, it was reported only. "
-            "Beyond noise is the exact sign test with Holm's procedure over all intervals that bear verdicts, and the "
-            "rounds follow from it.",
-            "fe9d803dcecf5e2a",
-        ),
+    history=versions(
+        "2026-11-22 9730120dc7890664 The verdict comes from a sweep over stems and batches instead of one batch of one "
+        "stem, and a speed-up above n is called a broken baseline; before, it counted as confirmed. The ranks keep "
+        "freed memory, and the control trains the model of the single process.",
+        "2026-11-25 fe9d803dcecf5e2a The source's own program is judged, too, beside a control of its own, and what is "
+        "slower than one process is refuted however free the cores are; before, it was reported only. Beyond noise is "
+        "the exact sign test with Holm's procedure over all intervals that bear verdicts, and the rounds follow from "
+        "it.",
     ),
     seconds=(80, 480),
     tests=6,

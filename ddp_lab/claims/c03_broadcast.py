@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.records import Figure, Part
@@ -40,13 +40,10 @@ claim = Claim(
     "Parameters before every forward: confirmed when the next forward makes parameters equal again that ranks have "
     "changed, else refuted.",
     loads={"ranks": ((2,), (2, 4)), "forwards": (3, 5)},
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "The rule before judged what DDP does instead of what the source says. The source names parameters and "
-            "buffers, at construction and before every forward: that is four parts, the last of which was not judged.",
-            "9bb49dafabb30e86",
-        ),
+    history=versions(
+        "2026-11-22 9bb49dafabb30e86 The rule before judged what DDP does instead of what the source says. The source "
+        "names parameters and buffers, at construction and before every forward: that is four parts, the last of which "
+        "was not judged."
     ),
     seconds=(3, 2),
 )

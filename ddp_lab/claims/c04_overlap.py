@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.model.builders import mlp, resnet18
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import ROUNDS, Interval, line, median_interval, milliseconds, ratio_interval
 from ddp_lab.claims.measuring import namespaces
@@ -65,20 +65,12 @@ claim = Claim(
         "copying_share": (0.2, 0.2),
         "steps_with_parameters_compared": (3, 3),
     },
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "On CPU measured over links of their own, where communication takes long enough to be hidden; before, it "
-            "went over loopback, where the cores do the copying, and was inconclusive. The sentence's other half, that "
-            "parameters are updated during backward, is a part with a verdict of its own.",
-            "fd8f36270cbd9784",
-        ),
-        RuleVersion(
-            "2026-11-25",
-            "Beyond noise is the exact sign test with Holm's procedure over all intervals that bear verdicts, and the "
-            "rounds follow from it.",
-            "bf10c9ba1baea3e4",
-        ),
+    history=versions(
+        "2026-11-22 fd8f36270cbd9784 On CPU measured over links of their own, where communication takes long enough to "
+        "be hidden; before, it went over loopback, where the cores do the copying, and was inconclusive. The "
+        "sentence's other half, that parameters are updated during backward, is a part with a verdict of its own.",
+        "2026-11-25 bf10c9ba1baea3e4 Beyond noise is the exact sign test with Holm's procedure over all intervals that "
+        "bear verdicts, and the rounds follow from it.",
     ),
     seconds=(55, 90),
     tests=1,

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.torch_internals import ddp_facts
 from ddp_core.model.builders import mlp, resnet18
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed, holds
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, holds, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import ROUNDS, line, milliseconds, ratio_interval
 from ddp_lab.claims.measuring.measure import timed_rounds
@@ -52,19 +52,12 @@ claim = Claim(
         "default_mb": (25.0, 25.0),
         "margin": (0.01, 0.01),
     },
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "The default of 25 MB is judged, not the fastest of several sizes, which is chosen by the same "
-            "measurements; and each network is a part, so that the page tells where buckets gain.",
-            "3901e3629b88aa20",
-        ),
-        RuleVersion(
-            "2026-11-25",
-            "A difference whose interval ends within 1 % of 1 is called marginal. Beyond noise is the exact sign test "
-            "with Holm's procedure over all intervals that bear verdicts, and the rounds follow from it.",
-            "aa8fa3ec91394907",
-        ),
+    history=versions(
+        "2026-11-22 3901e3629b88aa20 The default of 25 MB is judged, not the fastest of several sizes, which is chosen "
+        "by the same measurements; and each network is a part, so that the page tells where buckets gain.",
+        "2026-11-25 aa8fa3ec91394907 A difference whose interval ends within 1 % of 1 is called marginal. Beyond noise "
+        "is the exact sign test with Holm's procedure over all intervals that bear verdicts, and the rounds follow "
+        "from it.",
     ),
     seconds=(25, 200),
     tests=2,

@@ -32,7 +32,7 @@ from typing import Any
 from ddp_core.config.layout import Layout
 from ddp_core.observe.step import StepBatch
 from ddp_core.trainers.data_parallel import DataParallelStrategy
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, missing
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, missing, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import ROUNDS, Interval, line, milliseconds, ratio_interval
 from ddp_lab.claims.measuring.measure import timed_rounds
@@ -64,20 +64,12 @@ claim = Claim(
         "resnet18_steps_in_a_round": (1, 1),
         "steps_for_waiting": (20, 20),
     },
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "Threads on CPU are no nn.DataParallel, so they give no verdict any more; the verdict before, refuted, was "
-            "theirs. A faithful rendering of its step is measured beside them, and the ways in which C02's whole runs "
-            "differ from these steps.",
-            "b63a8bd0ec8fcd2b",
-        ),
-        RuleVersion(
-            "2026-11-25",
-            "Beyond noise is the exact sign test with Holm's procedure over all intervals that bear verdicts, and the "
-            "rounds follow from it.",
-            "307ba5796f3fa9b7",
-        ),
+    history=versions(
+        "2026-11-22 b63a8bd0ec8fcd2b Threads on CPU are no nn.DataParallel, so they give no verdict any more; the "
+        "verdict before, refuted, was theirs. A faithful rendering of its step is measured beside them, and the ways "
+        "in which C02's whole runs differ from these steps.",
+        "2026-11-25 307ba5796f3fa9b7 Beyond noise is the exact sign test with Holm's procedure over all intervals that "
+        "bear verdicts, and the rounds follow from it.",
     ),
     seconds=(45, 145),
     tests=2,

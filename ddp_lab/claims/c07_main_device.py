@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_core.config.layout import Layout
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, missing
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, missing, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.claims.measuring.stepping import Stepper
@@ -36,11 +36,7 @@ claim = Claim(
     "over the devices is higher under DP than under DDP for both; refuted when neither holds, else inconclusive. Not "
     "measurable with fewer than two CUDA devices.",
     loads={"steps": (10, 50), "samples_per_device": (64, 64), "first_steps": (3, 3)},
-    history=(
-        RuleVersion(
-            "2026-11-22", "The first version with stated loads; the rule is the one before.", "255af1f37511a3d9"
-        ),
-    ),
+    history=versions("2026-11-22 255af1f37511a3d9 The first version with stated loads; the rule is the one before."),
     seconds=(1, 60),
 )
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import comm
 from ddp_core.base.torch_internals import MOVES, TorchDispatchMode
 from ddp_core.config.layout import Layout
 from ddp_core.trainers.data_parallel import DataParallelStrategy
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed, holds
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, holds, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.claims.measuring.stepping import Stepper
@@ -56,19 +56,12 @@ claim = Claim(
         "samples_per_rank": (16, 16),
         "off_by_at_most": (0.05, 0.05),
     },
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "Judged in two parts, each by what can be counted: replicas that share the CPU's memory are a stand-in for "
-            "nn.DataParallel and decide nothing, and the bytes through its main device are not judged any more.",
-            "f47ebcfff943e047",
-        ),
-        RuleVersion(
-            "2026-11-25",
-            "Of the stand-in, tensors that are copied or added many in one call are counted, too: before, it was "
-            "shown as moving 0 MB.",
-            "e1c77f0712c7e284",
-        ),
+    history=versions(
+        "2026-11-22 f47ebcfff943e047 Judged in two parts, each by what can be counted: replicas that share the CPU's "
+        "memory are a stand-in for nn.DataParallel and decide nothing, and the bytes through its main device are not "
+        "judged any more.",
+        "2026-11-25 e1c77f0712c7e284 Of the stand-in, tensors that are copied or added many in one call are counted, "
+        "too: before, it was shown as moving 0 MB.",
     ),
     seconds=(20, 20),
     headline="x 2: sent by all ranks",

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.records import Axis, Figure, Line, Part, Series
@@ -32,12 +32,9 @@ claim = Claim(
     "different with it (shuffle on), else refuted. The model sees only part of the data: confirmed when in some epoch "
     "without set_epoch all ranks together, whose gradients are averaged, do not see every sample, else refuted.",
     loads={"samples": (64, 1000), "epochs": (4, 8), "ranks": (2, 4), "batch": (8, 8)},
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "That the model sees only part of the data was quoted and measured, but not judged; now it is a part.",
-            "d2cd38bc1cd055a5",
-        ),
+    history=versions(
+        "2026-11-22 d2cd38bc1cd055a5 That the model sees only part of the data was quoted and measured, but not "
+        "judged; now it is a part."
     ),
     seconds=(2, 1),
     headline="data that all ranks together",

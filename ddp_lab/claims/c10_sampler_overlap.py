@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from ddp_core.sampler import ElasticSampler
 from ddp_lab.claims.c09_set_epoch import Ids
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.records import COUNT, Axis, Figure, Line, Part, Series
@@ -36,18 +36,11 @@ claim = Claim(
     rule="Two parts, of torch's sampler: lengths that the number of ranks divides, and lengths that it does not. Each "
     "is confirmed when no sample is given out twice in an epoch, refuted when one is.",
     loads={"ranks": ((2, 3), (2, 3, 4, 8)), "lengths": ((96, 97, 100, 101), (96, 97, 100, 101, 1000, 1003))},
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "The rule is the one before, with what is measured among the loads; two longer lengths are new.",
-            "47a725486d4839e9",
-        ),
-        RuleVersion(
-            "2026-11-25",
-            "Lengths that divide and lengths that do not are parts: before, the exception alone refuted the whole "
-            "sentence, where C12 was confirmed beside an exception of the same kind.",
-            "0d5e1356909e9b85",
-        ),
+    history=versions(
+        "2026-11-22 47a725486d4839e9 The rule is the one before, with what is measured among the loads; two longer "
+        "lengths are new.",
+        "2026-11-25 0d5e1356909e9b85 Lengths that divide and lengths that do not are parts: before, the exception "
+        "alone refuted the whole sentence, where C12 was confirmed beside an exception of the same kind.",
     ),
     seconds=(3, 4),
     headline="samples repeated by torch's sampler",

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed, missing
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, missing, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import (
     ROUNDS,
@@ -75,23 +75,16 @@ claim = Claim(
         "slope_at_most": (0.75, 0.75),
         "copying_share": (0.2, 0.2),
     },
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "Measured on links of their own, so that bytes take longer to travel than to be copied, and with the "
-            "sentence's number of nodes; before, eight processes shared the cores and gave no verdict. The tree and "
-            "the ring that the sentence names are judged beside the library's broadcast. The limit of the slope is "
-            "midway between a perfect tree and the loop; before it was 0.5, which a perfect tree of six nodes only "
-            "just reaches.",
-            "f82abcc8035d0aef",
-        ),
-        RuleVersion(
-            "2026-11-25",
-            "Whether the loop is linear is judged by comparing a line with a square: that a line explains 90 % of the "
-            "times, the rule before, is also true of times that grow with the square. Beyond noise is the exact sign "
-            "test with Holm's procedure over all intervals that bear verdicts, and the rounds follow from it.",
-            "ec554b4075f032b0",
-        ),
+    history=versions(
+        "2026-11-22 f82abcc8035d0aef Measured on links of their own, so that bytes take longer to travel than to be "
+        "copied, and with the sentence's number of nodes; before, eight processes shared the cores and gave no "
+        "verdict. The tree and the ring that the sentence names are judged beside the library's broadcast. The limit "
+        "of the slope is midway between a perfect tree and the loop; before it was 0.5, which a perfect tree of six "
+        "nodes only just reaches.",
+        "2026-11-25 ec554b4075f032b0 Whether the loop is linear is judged by comparing a line with a square: that a "
+        "line explains 90 % of the times, the rule before, is also true of times that grow with the square. Beyond "
+        "noise is the exact sign test with Holm's procedure over all intervals that bear verdicts, and the rounds "
+        "follow from it.",
     ),
     seconds=(75, 205),
     tests=5,

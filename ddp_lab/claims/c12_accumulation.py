@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.seeds import share_of
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.records import COUNT, Figure, Part, Verdict
@@ -42,18 +42,11 @@ claim = Claim(
     "and a mean loss that is not divided by k gives k times the gradient, else refuted. The same with BatchNorm: "
     "confirmed when it differs by at most the tolerance, too, else refuted.",
     loads={"samples": (64, 64), "micro_batches": ((4,), (2, 4, 8)), "ranks": (2, 4), "tolerance": (1e-6, 1e-6)},
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "The rule is the one before with its tolerance among the loads; several k and more ranks are new.",
-            "4fa300071486cfe3",
-        ),
-        RuleVersion(
-            "2026-11-25",
-            "BatchNorm, the exception, is a part: before, it was reported beside a verdict of confirmed, where an "
-            "exception of the same kind refuted C10.",
-            "b2030959b5fa191c",
-        ),
+    history=versions(
+        "2026-11-22 4fa300071486cfe3 The rule is the one before with its tolerance among the loads; several k and more "
+        "ranks are new.",
+        "2026-11-25 b2030959b5fa191c BatchNorm, the exception, is a part: before, it was reported beside a verdict of "
+        "confirmed, where an exception of the same kind refuted C10.",
     ),
     seconds=(4, 5),
     headline="largest relative difference",

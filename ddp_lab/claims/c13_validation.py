@@ -24,7 +24,7 @@ from ddp_core.distributed.world import World
 from ddp_core.model.builders import small_cnn
 from ddp_core.model.losses import cross_entropy
 from ddp_core.trainers.evaluation import evaluate
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import ROUNDS, ratio_interval
 from ddp_lab.claims.measuring.measure import timed_rounds
@@ -54,19 +54,12 @@ claim = Claim(
         "timed_samples": (2048, 8192),
         "rounds": (ROUNDS[0], 21),
     },
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "The two halves of the sentence are parts with verdicts of their own; the limits are the same as before.",
-            "cfba3cdd3e4a5703",
-        ),
-        RuleVersion(
-            "2026-11-25",
-            "The source's own loop, torch alone, is judged beside this project's evaluation, which the sentence does "
-            "not speak of. Beyond noise is the exact sign test with Holm's procedure over all intervals that bear "
-            "verdicts, and the rounds follow from it.",
-            "286fd2b58072ce10",
-        ),
+    history=versions(
+        "2026-11-22 cfba3cdd3e4a5703 The two halves of the sentence are parts with verdicts of their own; the limits "
+        "are the same as before.",
+        "2026-11-25 286fd2b58072ce10 The source's own loop, torch alone, is judged beside this project's evaluation, "
+        "which the sentence does not speak of. Beyond noise is the exact sign test with Holm's procedure over all "
+        "intervals that bear verdicts, and the rounds follow from it.",
     ),
     seconds=(12, 45),
     tests=2,

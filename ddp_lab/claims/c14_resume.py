@@ -20,7 +20,7 @@ from typing import Any
 
 from ddp_core.checkpoint import newest_valid
 from ddp_core.record.directory import RunDirectory
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.file_watch import watch_files
 from ddp_lab.claims.measuring.own_checkpoint import WAYS, WEIGHTS, kill_and_resume
@@ -65,18 +65,12 @@ claim = Claim(
         "epochs_of_torch_alone": (6, 6),
         "torch_alone_killed_after": ((21,), (11, 21, 37)),
     },
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "The rule before judged the final bits only. That a run resumes from the newest checkpoint, that rank 0 "
-            "alone writes, and that several writers damage a file, also with equal weights, are now parts.",
-            "4db0fd30babfc0be",
-        ),
-        RuleVersion(
-            "2026-11-25",
-            "The sources' own way, torch alone, is a part of its own beside this project's resuming.",
-            "36be668ba97a5f2d",
-        ),
+    history=versions(
+        "2026-11-22 4db0fd30babfc0be The rule before judged the final bits only. That a run resumes from the newest "
+        "checkpoint, that rank 0 alone writes, and that several writers damage a file, also with equal weights, are "
+        "now parts.",
+        "2026-11-25 36be668ba97a5f2d The sources' own way, torch alone, is a part of its own beside this project's "
+        "resuming.",
     ),
     seconds=(40, 155),
     headline="files damaged after both",

@@ -14,7 +14,7 @@ from typing import Any
 
 from ddp_core.base.errors import UserError
 from ddp_core.record.directory import find_runs
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.training import run_command
 from ddp_lab.records import Figure
@@ -37,13 +37,7 @@ claim = Claim(
         "settings": (("model.width=8", "epochs=1"), ("model.width=8", "epochs=1")),
         "seconds_allowed": (120, 120),
     },
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "The rule is the one before, with what is measured among the loads.",
-            "edff62d5e96d714e",
-        ),
-    ),
+    history=versions("2026-11-22 edff62d5e96d714e The rule is the one before, with what is measured among the loads."),
     seconds=(20, 95),
 )
 

@@ -29,7 +29,7 @@ from ddp_core.data.builders import digits
 from ddp_core.data.loader import Loader
 from ddp_core.model.builders import small_cnn
 from ddp_core.sampler import GlobalOrder
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import ROUNDS, Interval, median_interval, ratio_interval
 from ddp_lab.claims.measuring.ranks import run_ranks
@@ -70,23 +70,15 @@ claim = Claim(
         "width": (8, 8),
         "kept_ratio": (1.25, 1.25),
     },
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "The rule before asked for a median within a point of k = 1, and not whether the unscaled rate loses "
-            "anything; where it loses nothing, nothing was shown. Now runs are paired by seed, both halves need an "
-            "interval, and the training is short enough to tell. Momentum is gone: what it averages over does not "
-            "scale with k.",
-            "7721ffcca88d6c35",
-        ),
-        RuleVersion(
-            "2026-11-25",
-            "The rate of k = 1 was eight times too small, so any larger rate was better. Now it is searched for "
-            "first, and the linear rule is compared with no scaling, the square root and twice as much, by one "
-            "metric. Beyond noise is the exact sign test with Holm's procedure over all intervals that bear verdicts, "
-            "and the rounds follow from it.",
-            "afb39af35eed1c15",
-        ),
+    history=versions(
+        "2026-11-22 7721ffcca88d6c35 The rule before asked for a median within a point of k = 1, and not whether the "
+        "unscaled rate loses anything; where it loses nothing, nothing was shown. Now runs are paired by seed, both "
+        "halves need an interval, and the training is short enough to tell. Momentum is gone: what it averages over "
+        "does not scale with k.",
+        "2026-11-25 afb39af35eed1c15 The rate of k = 1 was eight times too small, so any larger rate was better. Now "
+        "it is searched for first, and the linear rule is compared with no scaling, the square root and twice as much, "
+        "by one metric. Beyond noise is the exact sign test with Holm's procedure over all intervals that bear "
+        "verdicts, and the rounds follow from it.",
     ),
     seconds=(70, 150),
     tests=12,

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import ROUNDS, Interval, median_interval, ratio_interval
 from ddp_lab.claims.measuring.parameter_server import (
@@ -79,22 +79,15 @@ claim = Claim(
         "rate": (0.05, 0.05),
         "width": (4, 8),
     },
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "Jitter was judged by simulated staleness alone, although the parameter server's own was measured and was "
-            "lower; now each is a part. Waiting is judged by what the slow worker adds, so that what an answer takes "
-            "anyway does not count. The curve that is taken out of the loss is cubic instead of straight.",
-            "29eb08aa94f94228",
-        ),
-        RuleVersion(
-            "2026-11-25",
-            "Jitter is judged by the parameter server alone, also with more workers; simulated staleness is a "
-            "stand-in. That synchronous updates do not jitter is a part, judged against one process. Beyond noise is "
-            "the exact sign test with Holm's procedure over all intervals that bear verdicts, and the rounds follow "
-            "from it.",
-            "2da6cf31612eae70",
-        ),
+    history=versions(
+        "2026-11-22 29eb08aa94f94228 Jitter was judged by simulated staleness alone, although the parameter server's "
+        "own was measured and was lower; now each is a part. Waiting is judged by what the slow worker adds, so that "
+        "what an answer takes anyway does not count. The curve that is taken out of the loss is cubic instead of "
+        "straight.",
+        "2026-11-25 2da6cf31612eae70 Jitter is judged by the parameter server alone, also with more workers; simulated "
+        "staleness is a stand-in. That synchronous updates do not jitter is a part, judged against one process. Beyond "
+        "noise is the exact sign test with Holm's procedure over all intervals that bear verdicts, and the rounds "
+        "follow from it.",
     ),
     seconds=(85, 260),
     tests=5,

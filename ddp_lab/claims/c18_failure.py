@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import median_interval
 from ddp_lab.claims.measuring.killed import train_and_kill
@@ -40,19 +40,11 @@ claim = Claim(
         "killed_after_alone": ((29, 47), (11, 29, 38, 47, 55)),
         "seconds_allowed_alone": (60, 60),
     },
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "The rule before judged a single kill. Now several are judged, at different steps.",
-            "8e993060a3ce6aed",
-        ),
-        RuleVersion(
-            "2026-11-25",
-            "The sentence is judged where it speaks, of torch's DDP alone, and this project's runs are a part beside "
-            "it. The translation said that a failing process affects the others little; the source says that it does "
-            "not.",
-            "f59637140a76ea46",
-        ),
+    history=versions(
+        "2026-11-22 8e993060a3ce6aed The rule before judged a single kill. Now several are judged, at different steps.",
+        "2026-11-25 f59637140a76ea46 The sentence is judged where it speaks, of torch's DDP alone, and this project's "
+        "runs are a part beside it. The translation said that a failing process affects the others little; the source "
+        "says that it does not.",
     ),
     seconds=(45, 160),
     headline="runs that went on",

@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.seeds import share_of
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import ROUNDS, median_interval, ratio_interval
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
@@ -62,19 +62,12 @@ claim = Claim(
         ),
         "settings": (("model.width=8", "epochs=1"), ("model.width=8", "epochs=1")),
     },
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "The rule before was met by any difference from one device, and took this project's threads for DP. The "
-            "sentence compares DP with DDP: now each half is a part, paired by seed, and what speaks of DP needs CUDA.",
-            "54059bbd625c176c",
-        ),
-        RuleVersion(
-            "2026-11-25",
-            "The median over the seeds is told beside the maximum. Beyond noise is the exact sign test with Holm's "
-            "procedure over all intervals that bear verdicts, and the rounds follow from it.",
-            "cb1585b1040eddad",
-        ),
+    history=versions(
+        "2026-11-22 54059bbd625c176c The rule before was met by any difference from one device, and took this "
+        "project's threads for DP. The sentence compares DP with DDP: now each half is a part, paired by seed, and "
+        "what speaks of DP needs CUDA.",
+        "2026-11-25 cb1585b1040eddad The median over the seeds is told beside the maximum. Beyond noise is the exact "
+        "sign test with Holm's procedure over all intervals that bear verdicts, and the rounds follow from it.",
     ),
     seconds=(35, 65),
     tests=1,

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_core.base.process import keep_freed_memory
 from ddp_core.model.builders import small_cnn
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import ROUNDS, median_interval, ratio_interval
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
@@ -60,20 +60,12 @@ claim = Claim(
         "workers_judged": (2, 2),
         "prefetch_factor": (2, 2),
     },
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "Judged by samples per second in interleaved rounds, with a number of workers that is fixed beforehand; "
-            "before, by the share of waiting of the best number of workers, which says nothing of speed. That workers "
-            "fetch ahead is a part of its own, observed instead of supposed.",
-            "865fdf5133a02a53",
-        ),
-        RuleVersion(
-            "2026-11-25",
-            "Beyond noise is the exact sign test with Holm's procedure over all intervals that bear verdicts, and the "
-            "rounds follow from it.",
-            "77d897c4c2cbff46",
-        ),
+    history=versions(
+        "2026-11-22 865fdf5133a02a53 Judged by samples per second in interleaved rounds, with a number of workers that "
+        "is fixed beforehand; before, by the share of waiting of the best number of workers, which says nothing of "
+        "speed. That workers fetch ahead is a part of its own, observed instead of supposed.",
+        "2026-11-25 77d897c4c2cbff46 Beyond noise is the exact sign test with Holm's procedure over all intervals that "
+        "bear verdicts, and the rounds follow from it.",
     ),
     seconds=(150, 445),
     tests=1,

@@ -27,7 +27,7 @@ from ddp_core.base.errors import UserError
 from ddp_core.config.experiment import Optimizer
 from ddp_core.model.builders import resnet18
 from ddp_core.model.losses import cross_entropy
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.memory_estimate import LIBRARIES, estimate_memory
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
@@ -65,21 +65,13 @@ claim = Claim(
         "images_on_cuda": (256, 256),
         "steps_on_cuda": (60, 500),
     },
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "The rule before asked for finite losses only, and was met by eight steps that ended at 8.7, far above "
-            "chance. Now the loss must fall below chance. DDP, nn.DataParallel and the batch of 256 are parts; threads "
-            "on CPU no longer confirm nn.DataParallel.",
-            "2524a572092f3e3f",
-        ),
-        RuleVersion(
-            "2026-11-25",
-            "Batch 256 is the source's own program with whole batches: before, parts of 16 images went through "
-            "BatchNorm one by one, which is another function, and one recorded loss was shown as the first and the "
-            "last. Its memory is predicted first.",
-            "cb52b475d32fb727",
-        ),
+    history=versions(
+        "2026-11-22 2524a572092f3e3f The rule before asked for finite losses only, and was met by eight steps that "
+        "ended at 8.7, far above chance. Now the loss must fall below chance. DDP, nn.DataParallel and the batch of "
+        "256 are parts; threads on CPU no longer confirm nn.DataParallel.",
+        "2026-11-25 cb52b475d32fb727 Batch 256 is the source's own program with whole batches: before, parts of 16 "
+        "images went through BatchNorm one by one, which is another function, and one recorded loss was shown as the "
+        "first and the last. Its memory is predicted first.",
     ),
     seconds=(35, 260),
     headline="mean loss of the last pass",

@@ -25,7 +25,7 @@ from ddp_core.config.experiment import Optimizer
 from ddp_core.model.builders import resnet18, small_cnn
 from ddp_core.model.losses import cross_entropy
 from ddp_core.model.optimizers import build_optimizer
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.memory_budget import M_MMAP_THRESHOLD, train_within
 from ddp_lab.claims.measuring.memory_estimate import estimate_memory
@@ -69,20 +69,12 @@ claim = Claim(
         "relative_difference_of_loss": (1e-6, 1e-6),
         "rate": (0.0005, 0.0005),
     },
-    history=(
-        RuleVersion(
-            "2026-11-22",
-            "The rule before judged the estimate of memory alone, and said nothing of model parallelism. Now both "
-            "halves of the sentence are tried with processes whose memory is limited.",
-            "d7f68b654075631c",
-        ),
-        RuleVersion(
-            "2026-11-25",
-            "The rate is one with which the layers can be trained, a fortieth of the one before, whose loss rose with "
-            "the full steps (9.1 to 10.7) and gave no verdict on model parallelism, although the halves had the "
-            "losses of the process without a limit.",
-            "e2600320631b4965",
-        ),
+    history=versions(
+        "2026-11-22 d7f68b654075631c The rule before judged the estimate of memory alone, and said nothing of model "
+        "parallelism. Now both halves of the sentence are tried with processes whose memory is limited.",
+        "2026-11-25 e2600320631b4965 The rate is one with which the layers can be trained, a fortieth of the one "
+        "before, whose loss rose with the full steps (9.1 to 10.7) and gave no verdict on model parallelism, although "
+        "the halves had the losses of the process without a limit.",
     ),
     seconds=(30, 60),
     headline="resnet18 64x64 batch 32 sgd: error",

@@ -30,6 +30,11 @@ class RuleVersion:
     digest: str
 
 
+def versions(*told: str) -> tuple[RuleVersion, ...]:
+    """The versions of a rule, each told as its date, its digest and the reason for it."""
+    return tuple(RuleVersion(date, why, digest) for date, digest, why in (each.split(" ", 2) for each in told))
+
+
 @dataclass(frozen=True)
 class Claim:
     """A sentence of the sources, and how it is put to the test.

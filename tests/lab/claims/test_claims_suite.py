@@ -313,4 +313,4 @@ def test_every_rule_is_the_one_that_was_fixed_on_its_day() -> None:
         for known in suite.known_claims()
         if not known.claim.history or known.claim.history[-1].digest != known.claim.digest
     }
-    assert not changed, f"a rule, method or load changed: add a RuleVersion with today's date and the reason: {changed}"
+    assert not changed, f"a rule, method or load changed: add a version with today's date and the reason: {changed}"
