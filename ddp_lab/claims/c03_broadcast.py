@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, holds, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
-from ddp_lab.records import Figure, Part
+from ddp_lab.records import Figure
 
 claim = Claim(
     id="C03",
@@ -69,14 +69,12 @@ class Counter(nn.Module):
 
 
 def measure(setting: Setting) -> Measurements:
-    """What each rank saw, by number of ranks."""
-    load = claim.load(setting)
-    return {"by_ranks": {str(count): _by_switch(count, load.forwards) for count in load.ranks}}
-
-
-def _by_switch(count: int, forwards: int) -> dict[str, Any]:
-    seen = run_ranks(observe, count, forwards)
-    return {switch: [rank[switch] for rank in seen] for switch in ("on", "off")}
+    """What each rank saw, by number of ranks and whether buffers are broadcast."""
+    load, by_ranks = claim.load(setting), {}
+    for count in load.ranks:
+        seen = run_ranks(observe, count, load.forwards)
+        by_ranks[str(count)] = {switch: [rank[switch] for rank in seen] for switch in ("on", "off")}
+    return {"by_ranks": by_ranks}
 
 
 def observe(rank: int, world_size: int, forwards: int) -> dict[str, Any]:
@@ -123,24 +121,15 @@ def judge(measurements: Measurements) -> Judgement:
         Figure("equal again after the next forward, when ranks have changed them", mended, part=names[2]),
     ]
     ranks = f"on {' and '.join(measurements['by_ranks'])} ranks"
-    return composed(
-        [
-            _part(names[0], weights, f"{ranks} equal after construction", f"{ranks} different after construction"),
-            _part(names[1], counter, f"{ranks} equal after construction", f"{ranks} different after construction"),
-            _part(
-                names[3],
-                on and off,
-                "equal with broadcast_buffers on, different with it off",
-                f"{'equal' if on else 'different'} with broadcast_buffers on, {'different' if off else 'equal'} off",
-            ),
-            _part(names[2], mended, "ranks that differ are made equal", "not sent again: a changed one stays changed"),
-        ],
-        figures,
-    )
-
-
-def _part(name: str, holds: bool, so: str, otherwise: str) -> Part:
-    return Part(name, "confirmed" if holds else "refuted", so if holds else otherwise)
+    same, other = (f"{ranks} {found} after construction" for found in ("equal", "different"))
+    switched = f"{'equal' if on else 'different'} with broadcast_buffers on, {'different' if off else 'equal'} off"
+    parts = [
+        holds(names[0], weights, same, other),
+        holds(names[1], counter, same, other),
+        holds(names[3], on and off, "equal with broadcast_buffers on, different with it off", switched),
+        holds(names[2], mended, "ranks that differ are made equal", "not sent again: a changed one stays changed"),
+    ]
+    return composed(parts, figures)
 
 
 def _same(ranks: list[dict[str, Any]], name: str) -> bool:

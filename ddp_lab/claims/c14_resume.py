@@ -20,7 +20,7 @@ from typing import Any
 
 from ddp_core.checkpoint import newest_valid
 from ddp_core.record.directory import RunDirectory
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, holds, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.file_watch import watch_files
 from ddp_lab.claims.measuring.own_checkpoint import WAYS, WEIGHTS, kill_and_resume
@@ -149,62 +149,51 @@ def _written(setting: Setting, count: int) -> dict[str, Any]:
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    parts, figures = [], []
-    for part, found in (
+    found = [
         _judge_torch_alone(measurements["torch_alone"]),
         _judge_resumed(measurements["cases"], measurements["undisturbed"]),
         _judge_written(measurements["written"]),
         *(_judge_shared(measurements["shared_path"], way) for way in ("different", "equal")),
-    ):
-        parts.append(part)
-        figures += found
-    return composed(parts, figures)
+    ]
+    return composed([part for part, _ in found], [figure for _, figures in found for figure in figures])
 
 
 def _judge_torch_alone(cases: list[dict[str, Any]]) -> tuple[Part, list[Figure]]:
     """The sources' own way; they save the weights only."""
     name, figures = "training goes on from the latest checkpoint, torch alone", []
     for way in WAYS:
-        of_way = [case for case in cases if case["way"] == way]
-        same = [case for case in of_way if case["weights_sha256"] == case["undisturbed"]]
-        title = f"runs with the undisturbed run's bits, {way} saved"
-        figures.append(Figure(title, len(same), f"of {len(of_way)}", part=name, bounds=(0, len(of_way))))
+        same = [case["weights_sha256"] == case["undisturbed"] for case in cases if case["way"] == way]
+        title, bounds = f"runs with the undisturbed run's bits, {way} saved", (0, len(same))
+        figures.append(Figure(title, sum(same), f"of {len(same)}", part=name, bounds=bounds))
     own = [case for case in cases if case["way"] == WEIGHTS]
-    figures += [
-        Figure(f"killed after step {case['killed_after']}: {title}", case[key], part=name)
-        for case in own
-        for key, title in (("first_loss", "loss of the first step"), ("resumed_loss", "loss of the first step resumed"))
-    ]
-    bad = [case for case in own if case["resumed_at"] != case["newest"] or case["resumed_loss"] >= case["first_loss"]]
+    for case in own:
+        title = f"killed after step {case['killed_after']}: loss of the first step"
+        figures.append(Figure(title, case["first_loss"], part=name))
+        figures.append(Figure(f"{title} resumed", case["resumed_loss"], part=name))
     if not own or not all(case["killed"] for case in own):
         return Part(name, "inconclusive", "no rank was killed"), figures
-    text = f"{len(own) - len(bad)} of {len(own)} new starts loaded the latest weights and went on from their loss"
-    return Part(
-        name, "refuted" if bad else "confirmed", f"{text}; {figures[0].value} ended with the same bits"
-    ), figures
+    good = [case["resumed_at"] == case["newest"] and case["resumed_loss"] < case["first_loss"] for case in own]
+    text = f"{sum(good)} of {len(own)} new starts loaded the latest weights and went on from their loss"
+    return holds(name, all(good), f"{text}; {figures[0].value} ended with the same bits"), figures
 
 
 def _judge_resumed(cases: list[dict[str, Any]], undisturbed: str) -> tuple[Part, list[Figure]]:
     name = "training goes on from the latest checkpoint, this project"
-    same = [case for case in cases if case["weights_sha256"] == undisturbed]
-    latest = [case for case in cases if case["resumed_at"] == case["newest"] and None not in case["newest"]]
+    same = [case["weights_sha256"] == undisturbed for case in cases]
+    latest = [case["resumed_at"] == case["newest"] and None not in case["newest"] for case in cases]
     figures = [
         Figure("runs killed twice and resumed", len(cases), part=name),
-        Figure("of them resumed from the newest whole checkpoint each time", len(latest), part=name, bounds=COUNT),
-        Figure("of them with the undisturbed run's bits", len(same), part=name, bounds=COUNT),
+        Figure("of them resumed from the newest whole checkpoint each time", sum(latest), part=name, bounds=COUNT),
+        Figure("of them with the undisturbed run's bits", sum(same), part=name, bounds=COUNT),
     ]
-    figures += [
-        Figure(f"{_case(case)}: resumed at", " and ".join(map(str, case["resumed_at"])), part=name) for case in cases
-    ]
-    bad = [f"{_case(case)}, exit {case['exit_code']}" for case in cases if case not in same or case not in latest]
-    if bad or not cases:
-        return Part(name, "refuted", f"other weights, or another checkpoint: {'; '.join(bad) or 'no run'}"), figures
+    bad = []
+    for case, *good in zip(cases, same, latest, strict=True):
+        which = f"{case['layout']}, killed after steps {' and '.join(map(str, case['killed_after']))}"
+        figures.append(Figure(f"{which}: resumed at", " and ".join(map(str, case["resumed_at"])), part=name))
+        bad += [] if all(good) else [f"{which}, exit {case['exit_code']}"]
     text = f"{len(cases)} runs killed twice resumed from the newest whole checkpoint and ended with the same bits"
-    return Part(name, "confirmed", text), figures
-
-
-def _case(case: dict[str, Any]) -> str:
-    return f"{case['layout']}, killed after steps {' and '.join(map(str, case['killed_after']))}"
+    otherwise = f"other weights, or another checkpoint: {'; '.join(bad) or 'no run'}"
+    return holds(name, cases and not bad, text, otherwise), figures
 
 
 def _judge_written(written: dict[str, Any]) -> tuple[Part, list[Figure]]:
@@ -212,7 +201,9 @@ def _judge_written(written: dict[str, Any]) -> tuple[Part, list[Figure]]:
     others = {rank: names for rank, names in opened.items() if rank != "0" and names}
     rank_0 = opened.get("0", [])
     # A file is written under a temporary name, .NAME.<12 hexadecimal digits>.tmp, and then renamed.
-    unexplained = [file for file in written["files"] if not any(_made(file, opening) for opening in rank_0)]
+    unexplained = [
+        file for file in written["files"] if not any(each == file or each.startswith(f".{file}.") for each in rank_0)
+    ]
     figures = [
         Figure("ranks watched", len(opened), f"of {written['ranks']}", part=name),
         Figure("files opened for writing by rank 0", len(rank_0), part=name),
@@ -227,33 +218,18 @@ def _judge_written(written: dict[str, Any]) -> tuple[Part, list[Figure]]:
     return Part(name, "confirmed", text), figures
 
 
-def _made(file: str, opened: str) -> bool:
-    return opened == file or opened.startswith(f".{file}.")
-
-
 def _judge_shared(shared: dict[str, dict[str, int]], way: str) -> tuple[Part, list[Figure]]:
-    name, counts, alone = f"two processes with {way} weights damage one file", shared[way], shared["alone"]
+    name, counts = f"two processes with {way} weights damage one file", shared[way]
+    alone = shared["alone"]["at_return"] + shared["alone"]["at_end"]
     rounds, limits = f"of {counts['rounds']}", (0, counts["rounds"])
+    returned, end = counts["at_return"], counts["at_end"]
     figures = [
-        Figure("files damaged after both had finished", counts["at_end"], rounds, part=name, bounds=limits),
-        Figure("files damaged when a save had returned", counts["at_return"], rounds, part=name, bounds=limits),
-        Figure(
-            "files damaged when one process saved alone",
-            alone["at_return"] + alone["at_end"],
-            rounds,
-            part=name,
-            bounds=COUNT,
-        ),
+        Figure("files damaged after both had finished", end, rounds, part=name, bounds=limits),
+        Figure("files damaged when a save had returned", returned, rounds, part=name, bounds=limits),
+        Figure("files damaged when one process saved alone", alone, rounds, part=name, bounds=COUNT),
     ]
-    text = (
-        f"{counts['at_end']} {rounds} damaged after both had finished, {counts['at_return']} at the moment when a "
-        "save had returned"
-    )
-    verdict: Verdict = "refuted"
-    if alone["at_return"] or alone["at_end"]:
+    text = f"{end} {rounds} damaged after both had finished, {returned} at the moment when a save had returned"
+    verdict: Verdict = "confirmed" if end else "confirmed in part" if returned else "refuted"
+    if alone:
         verdict, text = "inconclusive", f"{text}; but files that one process saved alone were damaged, too"
-    elif counts["at_end"]:
-        verdict = "confirmed"
-    elif counts["at_return"]:
-        verdict = "confirmed in part"
     return Part(name, verdict, text), figures

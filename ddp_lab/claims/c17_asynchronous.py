@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.framework.statistics import ROUNDS, Interval, median_interval, ratio_interval
+from ddp_lab.claims.framework.statistics import ROUNDS, line, median_interval, ratio_interval
 from ddp_lab.claims.measuring.parameter_server import (
     DIVERGED,
     Source,
@@ -94,6 +94,7 @@ claim = Claim(
     headline="added wait per gradient",
 )
 
+
 SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"
 STAND_IN = "staleness simulated in one process"
 
@@ -101,54 +102,42 @@ STAND_IN = "staleness simulated in one process"
 def measure(setting: Setting) -> Measurements:
     """Loss by step for each staleness and seed, and what the parameter server saw."""
     load = claim.load(setting)
-    cases = [{"staleness": age, "seed": seed} for seed in range(load.seeds) for age in load.staleness]
-    parts = run_ranks(
-        delayed,
-        max(1, min(setting.cores, 8)),
-        cases,
-        *(load.epochs, load.batch, load.rate, load.width),
-        timeout=1200,
+    seeds, pause = range(load.seeds), load.pause_seconds
+    cases = [{"staleness": age, "seed": seed} for seed in seeds for age in load.staleness]
+    how = (load.epochs, load.batch, load.rate, load.width)
+    parts = run_ranks(delayed, max(1, min(setting.cores, 8)), cases, *how, timeout=1200)
+
+    def works(ways: list[tuple[bool, float]], gradients: dict[float, int]) -> list[Work]:
+        fixed = {"batch": load.server_batch, "rate": load.rate, "width": load.width}
+        return [
+            Work(asynchronous, seed, gradients[slow], slow, **fixed)
+            for seed in seeds
+            for asynchronous, slow in (ways if seed % 2 == 0 else reversed(ways))
+        ]
+
+    def served(workers: int, works: list[Work]) -> list[dict[str, Any]]:
+        setting.say(f"parameter server with {workers} workers")
+        found = run_ranks(serve_and_work, 1 + workers, works, timeout=1200)[0]
+        return [
+            {"seed": work.seed, "way": ASYNCHRONOUS if work.asynchronous else SYNCHRONOUS, "pause": work.slow_seconds}
+            | seen
+            for work, seen in zip(works, found, strict=True)
+        ]
+
+    few = works(
+        [(False, pause), (True, pause), (False, 0.0), (True, 0.0)],
+        {pause: load.server_gradients, 0.0: load.server_gradients_without_pause},
     )
-    ways = [(way, pause) for pause in (load.pause_seconds, 0.0) for way in (SYNCHRONOUS, ASYNCHRONOUS)]
-    turns = [(seed, *way) for seed in range(load.seeds) for way in (ways if seed % 2 == 0 else reversed(ways))]
-    works = [
-        Work(
-            asynchronous=way == ASYNCHRONOUS,
-            seed=seed,
-            gradients=load.server_gradients if pause else load.server_gradients_without_pause,
-            slow_seconds=pause,
-            batch=load.server_batch,
-            rate=load.rate,
-            width=load.width,
-        )
-        for seed, way, pause in turns
-    ]
-    server = run_ranks(serve_and_work, 1 + load.workers, works, timeout=1200)[0]
-    more = [
-        Work(asynchronous, seed, load.gradients_of_more_workers, 0.0, load.server_batch, load.rate, load.width)
-        for seed in range(load.seeds)
-        for asynchronous in ((False, True) if seed % 2 == 0 else (True, False))
-    ]
-    setting.say(f"parameter server with {load.more_workers} workers")
-    found_more = run_ranks(serve_and_work, 1 + load.more_workers, more, timeout=1200)[0]
-    waited_for = [work for work in works if work.slow_seconds and not work.asynchronous]
+    many = works([(False, 0.0), (True, 0.0)], {0.0: load.gradients_of_more_workers})
+    waited_for = [work for work in few if work.slow_seconds and not work.asynchronous]
     alone = run_ranks(work_alone, 1, waited_for, load.workers, timeout=600)[0]
+    names = ("workers", "more_workers", "share_called_waiting", "share_called_none", "jitter_called_none")
     return {
         "delayed": [case for part in parts for case in part],
-        "server": [
-            {"seed": seed, "way": way, "pause": pause} | found
-            for (seed, way, pause), found in zip(turns, server, strict=True)
-        ],
-        "more": [
-            {"seed": work.seed, "way": ASYNCHRONOUS if work.asynchronous else SYNCHRONOUS, "pause": 0.0} | found
-            for work, found in zip(more, found_more, strict=True)
-        ],
+        "server": served(load.workers, few),
+        "more": served(load.more_workers, many),
         "alone": [{"seed": work.seed, "losses": losses} for work, losses in zip(waited_for, alone, strict=True)],
-        "workers": load.workers,
-        "more_workers": load.more_workers,
-        "share_called_waiting": load.share_called_waiting,
-        "share_called_none": load.share_called_none,
-        "jitter_called_none": load.jitter_called_none,
+        **{name: getattr(load, name) for name in names},
     }
 
 
@@ -187,86 +176,73 @@ def jitter(losses: list[float]) -> float:
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    parts, figures = _judge_waiting(measurements)
-    runs = {
-        measurements["workers"]: (measurements["server"], True),
-        measurements["more_workers"]: (measurements["more"], False),
-    }
-    for workers, (found, beside) in runs.items():
-        part, more = _judge_jitter(found, beside, workers)
-        parts.append(part)
-        figures += more
-    part, more = _judge_synchronous(measurements)
+    found = [
+        _judge_waiting(measurements, SYNCHRONOUS, measurements["share_called_waiting"]),
+        _judge_waiting(measurements, ASYNCHRONOUS, measurements["share_called_none"]),
+        _judge_jitter(measurements["server"], True, measurements["workers"]),
+        _judge_jitter(measurements["more"], False, measurements["more_workers"]),
+        _judge_synchronous(measurements),
+    ]
     stand_ins, plots = _delayed_figures(measurements["delayed"])
-    return composed([*parts, part], [*figures, *more, *stand_ins], plots)
+    figures = [figure for _, figures in found for figure in figures]
+    return composed([part for part, _ in found], [*figures, *stand_ins], plots)
 
 
-def _judge_waiting(measurements: Measurements) -> tuple[list[Part], list[Figure]]:
-    runs = measurements["server"]
-    names = {SYNCHRONOUS: "synchronous updates wait", ASYNCHRONOUS: "asynchronous updates do not wait"}
-    limits = {SYNCHRONOUS: measurements["share_called_waiting"], ASYNCHRONOUS: measurements["share_called_none"]}
-    parts, figures = [], []
-    for way, name in names.items():
-        beside, without = (_by_seed(runs, way, slow) for slow in (True, False))
-        added = [
-            (slow["wait_seconds"] - even["wait_seconds"]) / slow["pause"]
-            for slow, even in zip(beside, without, strict=True)
-        ]
-        interval, limit = median_interval(added), limits[way]
-        title = "added wait per gradient, as a share of the slow worker's pause"
-        figures.append(interval.figure(title, "", name, against=limit, bounds=EITHER_SIGN))
-        for key, (said, unit) in _SERVER_FIGURES.items():
-            bounds = COUNT if key == "staleness" else None
-            figures.append(median_interval([run[key] for run in beside]).figure(said, unit, name, bounds=bounds))
-        verdict = _side(interval, limit) if way == SYNCHRONOUS else _side(interval, limit, above="refuted")
-        text = f"a pause of one worker makes the others wait {interval} times as long as the pause (limit {limit:g})"
-        parts.append(Part(name, verdict, text))
-    return parts, figures
+def _judge_waiting(measurements: Measurements, way: str, limit: float) -> tuple[Part, list[Figure]]:
+    """What the slow worker's pause adds to the others' wait."""
+    name, above, below = f"{way} updates do not wait", "refuted", "confirmed"
+    if way == SYNCHRONOUS:
+        name, above, below = f"{way} updates wait", "confirmed", "refuted"
+    beside, without = (_by_seed(measurements["server"], way, slow) for slow in (True, False))
+    pairs = zip(beside, without, strict=True)
+    added = median_interval([(slow["wait_seconds"] - even["wait_seconds"]) / slow["pause"] for slow, even in pairs])
+    title = "added wait per gradient, as a share of the slow worker's pause"
+    figures = [added.figure(title, "", name, against=limit, bounds=EITHER_SIGN)]
+    for key, said, unit, bounds in (
+        ("wait_percent", "share of time that the fast workers wait", "%", None),
+        ("gradients_per_second", "gradients used per second", "1/s", None),
+        ("staleness", "mean staleness of a gradient", "updates", COUNT),
+    ):
+        figures.append(median_interval([run[key] for run in beside]).figure(said, unit, name, bounds=bounds))
+    text = f"a pause of one worker makes the others wait {added} times as long as the pause (limit {limit:g})"
+    return Part(name, added.side(limit, above, below), text), figures  # type: ignore[arg-type]
 
 
 def _judge_jitter(runs: list[dict[str, Any]], beside: bool, workers: int) -> tuple[Part, list[Figure]]:
     """The asynchronous server's jitter against the synchronous one's; `beside` a slow worker or not."""
-    found = {
-        way: [jitter(_per_step(run["losses"], workers)) for run in _by_seed(runs, way, beside)]
-        for way in (SYNCHRONOUS, ASYNCHRONOUS)
-    }
+    by_way = {way: _by_seed(runs, way, beside) for way in (SYNCHRONOUS, ASYNCHRONOUS)}
+    found = {way: _jitters(runs, workers) for way, runs in by_way.items()}
     name = f"the loss jitters, parameter server with {workers} workers"
     ratio = ratio_interval(found[ASYNCHRONOUS], found[SYNCHRONOUS])
     figures = [ratio.figure("jitter, asynchronous against synchronous", "times", name, against=1.0)]
     figures += [median_interval(values).figure(f"jitter, {way}", "", name) for way, values in found.items()]
-    ages = median_interval([run["staleness"] for run in _by_seed(runs, ASYNCHRONOUS, beside)])
+    ages = median_interval([run["staleness"] for run in by_way[ASYNCHRONOUS]])
     figures.append(ages.figure("mean staleness of a gradient, asynchronous", "updates", name))
     text = f"asynchronous updates make the loss vary {ratio} times as much as synchronous ones"
-    return Part(name, _side(ratio, 1.0), text), figures
+    return Part(name, ratio.side(), text), figures
 
 
 def _judge_synchronous(measurements: Measurements) -> tuple[Part, list[Figure]]:
     """The synchronous server's jitter against that of one process on the same batches."""
-    name, workers, limit = (
-        "synchronous updates do not jitter",
-        measurements["workers"],
-        measurements["jitter_called_none"],
-    )
+    name, limit = "synchronous updates do not jitter", measurements["jitter_called_none"]
     alone = sorted(measurements["alone"], key=lambda run: int(run["seed"]))
     server = _by_seed(measurements["server"], SYNCHRONOUS, True)
-    ratio = ratio_interval(*([jitter(_per_step(run["losses"], workers)) for run in runs] for runs in (server, alone)))
+    ratio = ratio_interval(*(_jitters(runs, measurements["workers"]) for runs in (server, alone)))
     figure = ratio.figure("jitter, synchronous against one process", "times", name, against=limit)
     text = f"the synchronous server's loss varies {ratio} times as much as that of one process (limit {limit:g})"
-    return Part(name, _side(ratio, limit, above="refuted"), text), [figure]
+    return Part(name, ratio.side(limit, "refuted", "confirmed"), text), [figure]
 
 
 def _delayed_figures(delays: list[dict[str, Any]]) -> tuple[list[Figure], list[Series]]:
-    ages = sorted({case["staleness"] for case in delays})
-    losses = {
-        age: [case["losses"] for case in sorted(delays, key=lambda case: int(case["seed"])) if case["staleness"] == age]
-        for age in ages
-    }
+    losses: dict[int, list[list[float]]] = {}
+    for case in sorted(delays, key=lambda case: (case["staleness"], case["seed"])):
+        losses.setdefault(case["staleness"], []).append(case["losses"])
     found = {age: [jitter(values) for values in runs] for age, runs in losses.items()}
-    most = ages[-1]
+    most = max(losses)
     ratio = ratio_interval(found[most], found[0])
     figures = [ratio.figure(f"jitter with gradients {most} updates old, against 0", "times", stand_in=STAND_IN)]
-    for age in ages:
-        ends = median_interval([float(np.mean(values[-10:])) for values in losses[age]])
+    for age, runs in losses.items():
+        ends = median_interval([float(np.mean(values[-10:])) for values in runs])
         figures.append(median_interval(found[age]).figure(f"jitter, staleness {age}", stand_in=STAND_IN))
         figures.append(ends.figure(f"loss at the end, staleness {age}", stand_in=STAND_IN, bounds=EITHER_SIGN))
     diverged, count = sum(value >= DIVERGED for value in found[most]), len(found[most])
@@ -275,51 +251,31 @@ def _delayed_figures(delays: list[dict[str, Any]]) -> tuple[list[Figure], list[S
     return figures, [_jitter_plot(found), _loss_plot({age: losses[age][0] for age in (0, most)})]
 
 
-_SERVER_FIGURES = {
-    "wait_percent": ("share of time that the fast workers wait", "%"),
-    "gradients_per_second": ("gradients used per second", "1/s"),
-    "staleness": ("mean staleness of a gradient", "updates"),
-}
-
-
-def _side(interval: Interval, limit: float, above: Any = "confirmed") -> Any:
-    """The verdict for an interval above or below a limit, inconclusive where it is on neither side."""
-    if interval.above(limit):
-        return above
-    if interval.below(limit):
-        return "refuted" if above == "confirmed" else "confirmed"
-    return "inconclusive"
-
-
 def _by_seed(runs: list[dict[str, Any]], way: str, slow: bool) -> list[dict[str, Any]]:
     wanted = [run for run in runs if run["way"] == way and bool(run["pause"]) == slow]
     return sorted(wanted, key=lambda run: int(run["seed"]))
 
 
-def _per_step(losses: list[float], workers: int) -> list[float]:
-    """Losses averaged over as many gradients as there are workers, in either way of updating."""
-    return [float(np.mean(losses[start : start + workers])) for start in range(0, len(losses) - workers + 1, workers)]
+def _jitters(runs: list[dict[str, Any]], workers: int) -> list[float]:
+    """The jitter of each run, of losses averaged over as many gradients as there are workers."""
+    starts = [range(0, len(run["losses"]) - workers + 1, workers) for run in runs]
+    return [
+        jitter([float(np.mean(run["losses"][start : start + workers])) for start in of_run])
+        for run, of_run in zip(runs, starts, strict=True)
+    ]
 
 
 def _jitter_plot(found: dict[int, list[float]]) -> Series:
-    intervals = [median_interval(values) for values in found.values()]
-    lines = [[getattr(interval, end) for interval in intervals] for end in ("value", "low", "high")]
-    return Series(
-        "Variance of the loss about its trend",
-        Axis("staleness", "updates", list(found)),
-        Axis("variance"),
-        [Line("median over seeds", *[[value if value < DIVERGED else None for value in line] for line in lines])],
-    )
+    drawn = line("median over seeds", map(median_interval, found.values()))
+    ends = [[None if each == DIVERGED else each for each in end or ()] for end in (drawn.values, drawn.low, drawn.high)]
+    axis = Axis("staleness", "updates", list(found))
+    return Series("Variance of the loss about its trend", axis, Axis("variance"), [Line(drawn.name, *ends)])
 
 
 def _loss_plot(curves: dict[int, list[float]]) -> Series:
     steps = max(len(losses) for losses in curves.values())
-    return Series(
-        "Training loss of the first seed",
-        Axis("step", "", list(range(1, steps + 1))),
-        Axis("loss"),
-        [
-            Line(f"staleness {age}", [min(loss, 10.0) for loss in losses] + [None] * (steps - len(losses)))
-            for age, losses in curves.items()
-        ],
-    )
+    lines = [
+        Line(f"staleness {age}", [min(loss, 10.0) for loss in losses] + [None] * (steps - len(losses)))
+        for age, losses in curves.items()
+    ]
+    return Series("Training loss of the first seed", Axis("step", "", list(range(1, steps + 1))), Axis("loss"), lines)
