@@ -31,9 +31,10 @@ from ddp_core.model.builders import small_cnn
 from ddp_core.sampler import GlobalOrder
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.framework.statistics import ROUNDS, Interval, median_interval, ratio_interval
+from ddp_lab.claims.framework.statistics import ROUNDS, Interval, line, median_interval, ratio_interval
+from ddp_lab.claims.measuring.parameter_server import DIVERGED, bounded
 from ddp_lab.claims.measuring.ranks import run_ranks
-from ddp_lab.records import Axis, Figure, Line, Part, Series
+from ddp_lab.records import Axis, Figure, Part, Series
 
 claim = Claim(
     id="C16",
@@ -85,9 +86,6 @@ claim = Claim(
     headline="test loss, linear / k = 1",
 )
 
-DIVERGED = 1e6
-"""Stands for a test loss that is not a number, or larger than this."""
-
 
 RULES: dict[str, Callable[[int], float]] = {
     "none": lambda factor: 1.0,
@@ -111,23 +109,19 @@ def measure(setting: Setting) -> Measurements:
 
     def validated(rate: float) -> list[dict[str, Any]]:
         setting.say(f"k = 1 with a rate of {rate:g}")
-        seeds = range(load.first_search_seed, load.first_search_seed + load.search_seeds)
-        return trained(
-            [{"factor": 1, "rule": BASE, "rate": rate, "seed": seed, "half": "validation"} for seed in seeds]
-        )
+        case = {"factor": 1, "rule": BASE, "rate": rate, "half": "validation"}
+        return trained([case | {"seed": load.first_search_seed + number} for number in range(load.search_seeds)])
 
     searched = [case for rate in load.first_rates for case in validated(rate)]
     while (rate := _beyond(searched)) is not None and len(_median_losses(searched)) < load.widest_search:
         searched += validated(rate)
     best = _best(searched)
     setting.say(f"k = 1 is best with {best:g}; {load.seeds} seeds with each k and rule")
+    scaled = [(1, BASE, 1.0), *((factor, rule, RULES[rule](factor)) for factor in load.factors for rule in RULES)]
     cases = [
         {"factor": factor, "rule": rule, "rate": best * scale, "seed": seed, "half": "test"}
         for seed in range(load.seeds)
-        for factor, rule, scale in (
-            (1, BASE, 1.0),
-            *((factor, rule, scale(factor)) for factor in load.factors for rule, scale in RULES.items()),
-        )
+        for factor, rule, scale in scaled
     ]
     found = {"searched": searched, "rate": best, "edge": _beyond(searched) is not None, "cases": trained(cases)}
     return fixed | {"kept_ratio": load.kept_ratio} | found
@@ -152,22 +146,14 @@ def _beyond(searched: list[dict[str, Any]]) -> float | None:
 
 def observe(rank: int, world_size: int, cases: list[dict[str, Any]], fixed: dict[str, Any]) -> list[dict[str, Any]]:
     """This rank's share of the cases, trained."""
-    keys = ("factor", "rate", "seed", "half")
-    return [case | {"loss": _train(**{key: case[key] for key in keys}, **fixed)} for case in cases[rank::world_size]]
+    return [case | {"loss": _train(case, **fixed)} for case in cases[rank::world_size]]
 
 
 def _train(
-    factor: int,
-    rate: float,
-    seed: int,
-    half: str,
-    epochs: int,
-    samples_per_epoch: int,
-    test_share: float,
-    batch: int,
-    width: int,
+    case: dict[str, Any], epochs: int, samples_per_epoch: int, test_share: float, batch: int, width: int
 ) -> float:
     """The loss on a half of the held-out samples after training with this rate."""
+    factor, rate, seed = (case[name] for name in ("factor", "rate", "seed"))
     torch.manual_seed(seed)
     splits = digits(augment=False, test_share=test_share)
     model = small_cnn(width=width, dropout=0.0)
@@ -182,42 +168,35 @@ def _train(
                 inputs, targets = loader.fetch(epoch, order.ids(epoch, part * batch, (part + 1) * batch))
                 (functional.cross_entropy(model(inputs), targets) / factor).backward()
             optimizer.step()
-    return _held_out_loss(model, splits, half)
-
-
-@torch.no_grad()
-def _held_out_loss(model: torch.nn.Module, splits: Any, half: str) -> float:
-    """Validation has every second held-out sample from the first on, the test the others."""
-    inputs, targets = splits.test.__getitems__(np.arange(int(half == "test"), len(splits.test), 2))
-    loss = float(functional.cross_entropy(model.eval()(inputs), targets))
-    return min(loss, DIVERGED) if loss == loss else DIVERGED
+    # Validation has every second held-out sample from the first on, the test the others.
+    inputs, targets = splits.test.__getitems__(np.arange(int(case["half"] == "test"), len(splits.test), 2))
+    with torch.no_grad():
+        return bounded(float(functional.cross_entropy(model.eval()(inputs), targets)))
 
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    cases, limit = measurements["cases"], measurements["kept_ratio"]
-    base = _by_seed(cases, 1, BASE)
+    cases, limit, parts = measurements["cases"], measurements["kept_ratio"], []
     factors = sorted({case["factor"] for case in cases} - {1})
-    searched = _median_losses(measurements["searched"])
+    losses = {factor: {rule: _by_seed(cases, factor, rule) for rule in RULES} for factor in factors}
+    base = _by_seed(cases, 1, BASE)
     figures = [Figure("rate of k = 1, searched for", measurements["rate"], bounds=(1e-6, 100))]
-    figures += [
-        Figure(f"validation loss of k = 1, rate {rate:g}", loss, bounds=(0, DIVERGED))
-        for rate, loss in searched.items()
-    ]
+    for rate, loss in _median_losses(measurements["searched"]).items():
+        figures.append(Figure(f"validation loss of k = 1, rate {rate:g}", loss, bounds=(0, DIVERGED)))
     figures.append(median_interval(base).figure("test loss, k = 1"))
-    parts = []
-    for factor in factors:
+    for factor, found in losses.items():
         name = f"k = {factor}"
-        losses = {rule: _by_seed(cases, factor, rule) for rule in RULES}
-        kept = ratio_interval(losses["linear"], base)
-        others = {rule: ratio_interval(losses["linear"], losses[rule]) for rule in RULES if rule != "linear"}
+        kept = ratio_interval(found["linear"], base)
+        others = {rule: ratio_interval(found["linear"], found[rule]) for rule in RULES if rule != "linear"}
         figures.append(kept.figure("test loss, linear / k = 1", "x", name, against=limit))
-        figures += [
-            ratio.figure(f"test loss, linear / {rule}", "x", name, against=1.0) for rule, ratio in others.items()
-        ]
-        figures += [median_interval(values).figure(f"test loss, {rule}", "", name) for rule, values in losses.items()]
+        for rule, ratio in others.items():
+            figures.append(ratio.figure(f"test loss, linear / {rule}", "x", name, against=1.0))
+        figures += [median_interval(values).figure(f"test loss, {rule}", "", name) for rule, values in found.items()]
         parts.append(_part(name, kept, others, limit, measurements["edge"]))
-    return composed(parts, figures, [_plot(measurements, factors)])
+    lines = [line(rule, map(median_interval, [base, *(losses[factor][rule] for factor in factors)])) for rule in RULES]
+    axis = Axis("global batch", "samples", [float(measurements["batch"] * factor) for factor in (1, *factors)])
+    title = f"Test loss after {measurements['epochs']} epochs, by how the rate grows with the batch"
+    return composed(parts, figures, [Series(title, axis, Axis("test loss"), lines)])
 
 
 def _part(name: str, kept: Interval, others: dict[str, Interval], limit: float, edge: bool) -> Part:
@@ -240,14 +219,3 @@ def _by_seed(cases: list[dict[str, Any]], factor: int, rule: str) -> list[float]
     """The losses by ascending seed, so that two lists pair the runs of each seed."""
     wanted = [case for case in cases if (case["factor"], case["rule"]) == (factor, rule)]
     return [case["loss"] for case in sorted(wanted, key=lambda case: int(case["seed"]))]
-
-
-def _plot(measurements: Measurements, factors: list[int]) -> Series:
-    cases, lines = measurements["cases"], []
-    for rule in RULES:
-        found = [_by_seed(cases, factor, rule if factor > 1 else BASE) for factor in (1, *factors)]
-        each = [median_interval(values) for values in found]
-        lines.append(Line(rule, *[[getattr(one, end) for one in each] for end in ("value", "low", "high")]))
-    batches: list[float | str | None] = [float(measurements["batch"] * factor) for factor in (1, *factors)]
-    title = f"Test loss after {measurements['epochs']} epochs, by how the rate grows with the batch"
-    return Series(title, Axis("global batch", "samples", batches), Axis("test loss"), lines)

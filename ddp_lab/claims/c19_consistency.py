@@ -25,12 +25,12 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.seeds import share_of
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, holds, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import ROUNDS, median_interval, ratio_interval
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
 from ddp_lab.claims.measuring.training import train
-from ddp_lab.records import COUNT, Figure, Part, Verdict
+from ddp_lab.records import COUNT, Figure, Part
 
 claim = Claim(
     id="C19",
@@ -73,6 +73,7 @@ claim = Claim(
     tests=1,
 )
 
+
 AGREE, DDP_DIFFERS, DP_DIFFERS = "DDP's ranks agree", "DDP may differ from one device", "DP may differ from one device"
 NEARER, CAUSE = "DDP is nearer to one device than DP", "the order of additions is the cause"
 STAND_IN = "nn.DataParallel rendered on CPU"
@@ -84,26 +85,17 @@ def measure(setting: Setting) -> Measurements:
     """Digests by rank and differences by seed, and the digests of exact reduction by layout."""
     load = claim.load(setting)
     device = setting.device_type(load.ranks)
-    cases = run_ranks(observe, load.ranks, device, load.seeds, load.steps, load.batch, load.rate, device=device)
-    exact = []
+    ranks = run_ranks(observe, load.ranks, device, load.seeds, load.steps, load.batch, load.rate, device=device)
+    cases = [case | {"digests": [rank[number]["digest"] for rank in ranks]} for number, case in enumerate(ranks[0])]
+    place, exact = setting.device_type(max(count for _, count in load.exact_layouts)), []
     for layout, count in load.exact_layouts:
         if layout == "dp" and setting.device_type(count) == "cuda":
             continue  # nn.DataParallel on CUDA adds inside autograd, in an order of its own
         setting.say(f"exact, {layout} x{count}")
-        place = setting.device_type(max(count for _, count in load.exact_layouts))
-        run = train(
-            setting, "C19", "digits", layout, count, load.settings, ("--reduction", "exact"), place, timeout=120
-        )
+        how = (load.settings, ("--reduction", "exact"), place)
+        run = train(setting, "C19", "digits", layout, count, *how, timeout=120)
         exact.append({"layout": layout, "count": count, "weights_sha256": run.record["weights_sha256"]})
-    return {
-        "device": device,
-        "ranks": load.ranks,
-        "steps": load.steps,
-        "cases": [
-            case | {"digests": [rank[number]["digest"] for rank in cases]} for number, case in enumerate(cases[0])
-        ],
-        "exact": exact,
-    }
+    return {"device": device, "ranks": load.ranks, "steps": load.steps, "cases": cases, "exact": exact}
 
 
 def observe(
@@ -183,54 +175,35 @@ def _parameters(model: nn.Module) -> Tensor:
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    cases, ranks, on_cuda = measurements["cases"], measurements["ranks"], measurements["device"] == "cuda"
-    stand_in = "" if on_cuda else STAND_IN
-    agree = [case for case in cases if len(set(case["digests"])) == 1]
-    figures = [
-        Figure(
-            "seeds with which all ranks have the same bits",
-            len(agree),
-            f"of {len(cases)}",
-            part=AGREE,
-            bounds=(0, len(cases)),
-        )
-    ]
-    text = f"{len(agree)} of {len(cases)} seeds end with the same bits on all {ranks} ranks"
-    parts = [Part(AGREE, "confirmed" if len(agree) == len(cases) else "refuted", text)]
+    cases, on_cuda, exact = measurements["cases"], measurements["device"] == "cuda", measurements["exact"]
+    stand_in, of_all, bounds = "" if on_cuda else STAND_IN, f"of {len(cases)}", (0, len(cases))
+    agree = sum(len(set(case["digests"])) == 1 for case in cases)
+    figures = [Figure("seeds with which all ranks have the same bits", agree, of_all, part=AGREE, bounds=bounds)]
+    text = f"{agree} {of_all} seeds end with the same bits on all {measurements['ranks']} ranks"
+    parts = [holds(AGREE, agree == len(cases), text)]
     for name, way, marked in ((DDP_DIFFERS, "ddp", ""), (DP_DIFFERS, "dp", stand_in)):
         differences = [case[way] for case in cases]
-        count = sum(difference > 0 for difference in differences)
-        bounds, middle = (0, len(cases)), median_interval(differences)
-        largest = "largest difference of a parameter"
-        figures += [
-            Figure(
-                "seeds that end with other bits", count, f"of {len(cases)}", part=name, stand_in=marked, bounds=bounds
-            ),
-            middle.figure(f"{largest}, median", "", name, marked, bounds=COUNT),
-            Figure(f"{largest}, maximum", max(differences), part=name, stand_in=marked, bounds=COUNT),
-        ]
-        text = (
-            f"{count} of {len(cases)} seeds end with other bits; the largest difference of a parameter is "
-            f"{middle.value:.1g} in the median of the seeds and {max(differences):.1g} at most"
-        )
-        parts.append(_part(name, "confirmed" if count else "refuted", text, bool(marked)))
+        count, most = sum(difference > 0 for difference in differences), max(differences)
+        middle, largest = median_interval(differences), "largest difference of a parameter"
+        how: dict[str, Any] = {"part": name, "stand_in": marked}
+        figures.append(Figure("seeds that end with other bits", count, of_all, bounds=bounds, **how))
+        figures.append(middle.figure(f"{largest}, median", "", name, marked, bounds=COUNT))
+        figures.append(Figure(f"{largest}, maximum", most, bounds=COUNT, **how))
+        text = f"{count} {of_all} seeds end with other bits; the {largest} is {middle.value:.1g} in the median of the "
+        parts.append(_unless(marked, holds(name, count, f"{text}seeds and {most:.1g} at most")))
     ratio = ratio_interval(*([case[way] + _SMALLEST for case in cases] for way in ("dp", "ddp")))
-    against = 1.0 if on_cuda else None
-    figures.append(ratio.figure("largest difference, DP's against DDP's", "times", NEARER, stand_in, against))
-    verdict: Verdict = "confirmed" if ratio.above() else "refuted" if ratio.below() else "inconclusive"
-    parts.append(_part(NEARER, verdict, f"DP's largest difference is {ratio} times DDP's", not on_cuda))
-    found = measurements["exact"]
-    layouts = ", ".join(f"{run['layout']} x{run['count']}" for run in found)
-    digests = {run["weights_sha256"] for run in found}
-    figures += [
-        Figure(f"exact, {run['layout']} x{run['count']}", run["weights_sha256"][:12], part=CAUSE) for run in found
-    ]
-    text = f"exact reduction gives {len(digests)} digest{'s' if len(digests) > 1 else ''} on {layouts}"
-    parts.append(Part(CAUSE, "confirmed" if len(digests) == 1 else "refuted", text))
-    return composed(parts, figures)
+    title, against = "largest difference, DP's against DDP's", 1.0 if on_cuda else None
+    figures.append(ratio.figure(title, "times", NEARER, stand_in, against))
+    parts.append(_unless(stand_in, Part(NEARER, ratio.side(), f"DP's largest difference is {ratio} times DDP's")))
+    layouts = {f"{run['layout']} x{run['count']}": run["weights_sha256"] for run in exact}
+    figures += [Figure(f"exact, {layout}", digest[:12], part=CAUSE) for layout, digest in layouts.items()]
+    count = len(set(layouts.values()))
+    text = f"exact reduction gives {count} digest{'s' if count > 1 else ''} on {', '.join(layouts)}"
+    return composed([*parts, holds(CAUSE, count == 1, text)], figures)
 
 
-def _part(name: str, verdict: Verdict, text: str, stood_in: bool) -> Part:
-    if stood_in:
-        return Part(name, "not measurable here", f"needs 2 CUDA devices; {STAND_IN} decides nothing: {text}")
-    return Part(name, verdict, text)
+def _unless(stand_in: str, part: Part) -> Part:
+    """The part, but not measurable where something stood in."""
+    if not stand_in:
+        return part
+    return Part(part.name, "not measurable here", f"needs 2 CUDA devices; {stand_in} decides nothing: {part.reason}")

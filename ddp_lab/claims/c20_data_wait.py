@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
@@ -29,9 +29,9 @@ from ddp_core.base.process import keep_freed_memory
 from ddp_core.model.builders import small_cnn
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.framework.statistics import ROUNDS, median_interval, ratio_interval
+from ddp_lab.claims.framework.statistics import ROUNDS, line, median_interval, ratio_interval
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
-from ddp_lab.records import COUNT, Axis, Figure, Line, Part, Series, Verdict
+from ddp_lab.records import COUNT, Axis, Figure, Part, Series, Verdict
 
 claim = Claim(
     id="C20",
@@ -72,6 +72,7 @@ claim = Claim(
     headline="samples per second, 2 workers",
 )
 
+
 IMAGE_SIZE, STORED_SIZE, KINDS = 32, 320, 10
 AHEAD, FASTER = "workers fetch ahead into a queue", "training is faster with workers"
 
@@ -102,26 +103,22 @@ class StoredImages(Dataset[tuple[Tensor, Tensor]]):
 
 def measure(setting: Setting) -> Measurements:
     """Samples per second and shares of waiting by workers and round; and what a loader that is left alone does."""
-    load = claim.load(setting)
-    device = setting.device_type(1)
-    how = (load.workers, load.samples_per_batch, load.first_steps, load.steps, load.rounds)
-    (timed,) = run_ranks(time_workers, 1, device, *how, device=device, timeout=500, with_children=True)
+    load, device = claim.load(setting), setting.device_type(1)
+    (timed,) = run_ranks(time_workers, 1, device, load, device=device, timeout=500, with_children=True)
     ahead = (load.workers_judged, load.prefetch_factor, load.samples_per_batch)
     (alone,) = run_ranks(leave_alone, 1, *ahead, with_children=True)
     facts = {"cores": setting.cores, "device": device, "judged": str(load.workers_judged)}
     return {**facts, "alone": alone, **timed}
 
 
-def time_workers(
-    rank: int, world_size: int, device: str, numbers: tuple[int, ...], batch: int, first: int, steps: int, rounds: int
-) -> dict[str, Any]:
+def time_workers(rank: int, world_size: int, device: str, load: Any) -> dict[str, Any]:
     """Samples per second, and the percentage of time spent waiting for data, by number of workers and round."""
     keep_freed_memory()
     # More workers than cores are measured on purpose.
     warnings.filterwarnings("ignore", "This DataLoader will create")
-    place = own_device(rank, device)
+    place, batch = own_device(rank, device), load.samples_per_batch
     model = small_cnn(width=16, dropout=0.0, image_size=IMAGE_SIZE, channels=3).to(place)
-    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.01), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def train(batches: Iterator[tuple[Tensor, Tensor]], steps: int) -> float:
         """Train so many steps; returns the seconds of waiting for data."""
@@ -132,24 +129,24 @@ def time_workers(
             waited += time.perf_counter() - began
             optimizer.zero_grad()
             # .item() waits for a CUDA device, so that its work does not count as waiting for the next batch.
-            found = loss(model(inputs.to(place)), targets.to(place))
-            found.backward()
+            loss = functional.cross_entropy(model(inputs.to(place)), targets.to(place))
+            loss.backward()
             optimizer.step()
-            found.item()
+            loss.item()
         return waited
 
-    speeds: dict[str, list[float]] = {str(workers): [] for workers in numbers}
-    waits: dict[str, list[float]] = {str(workers): [] for workers in numbers}
-    images = StoredImages(batch * (first + steps + 100))
-    for turn in range(rounds):
-        for workers in numbers if turn % 2 == 0 else reversed(numbers):
+    speeds: dict[str, list[float]] = {str(workers): [] for workers in load.workers}
+    waits: dict[str, list[float]] = {workers: [] for workers in speeds}
+    images = StoredImages(batch * (load.first_steps + load.steps + 100))
+    for turn in range(load.rounds):
+        for workers in load.workers if turn % 2 == 0 else reversed(load.workers):
             batches = iter(DataLoader(images, batch_size=batch, num_workers=workers))
-            train(batches, first)
+            train(batches, load.first_steps)
             began = time.perf_counter()
-            waited = train(batches, steps)
+            waited = train(batches, load.steps)
             seconds = time.perf_counter() - began
             del batches
-            speeds[str(workers)].append(batch * steps / seconds)
+            speeds[str(workers)].append(batch * load.steps / seconds)
             waits[str(workers)].append(100 * waited / seconds)
     return {"samples_per_second": speeds, "wait_percent": waits}
 
@@ -178,28 +175,32 @@ def leave_alone(rank: int, world_size: int, workers: int, factor: int, batch: in
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    speeds, waits = measurements["samples_per_second"], measurements["wait_percent"]
-    alone = measurements["alone"]
+    speeds, alone, judged = (measurements[name] for name in ("samples_per_second", "alone", "judged"))
+    cores, ready, processes = measurements["cores"], alone["batches_ready"], alone["processes"]
     figures = [
-        Figure("batches ready while the main process takes none", alone["batches_ready"], part=AHEAD, bounds=COUNT),
-        Figure("processes that fetched samples", alone["processes"], part=AHEAD),
+        Figure("batches ready while the main process takes none", ready, part=AHEAD, bounds=COUNT),
+        Figure("processes that fetched samples", processes, part=AHEAD),
     ]
     ratios = {workers: ratio_interval(speeds[workers], speeds["0"]) for workers in speeds if workers != "0"}
-    figures += [
-        ratio.figure(
-            f"samples per second, {workers} workers / none",
-            *("x", FASTER),
-            against=1.0 if workers == measurements["judged"] else None,
-        )
-        for workers, ratio in ratios.items()
-    ]
-    shares = {workers: median_interval(values) for workers, values in waits.items()}
+    for workers, ratio in ratios.items():
+        name, against = f"samples per second, {workers} workers / none", 1.0 if workers == judged else None
+        figures.append(ratio.figure(name, "x", FASTER, against=against))
+    shares = {workers: median_interval(values) for workers, values in measurements["wait_percent"].items()}
     figures += [share.figure(f"wait for data, {workers} workers", "%", FASTER) for workers, share in shares.items()]
+    title = f"Share of a step that waits for data, {cores} cores"
     plots = [
-        _plot("Samples per second", "speed", "1/s", {each: median_interval(values) for each, values in speeds.items()}),
-        _plot(f"Share of a step that waits for data, {measurements['cores']} cores", "wait", "%", shares),
+        Series(title, Axis("loader workers", "", list(found)), Axis(*axis), [line("median", found.values())])
+        for title, axis, found in (
+            ("Samples per second", ("speed", "1/s"), {each: median_interval(speeds[each]) for each in speeds}),
+            (title, ("wait", "%"), shares),
+        )
     ]
-    return composed([_ahead(alone), _faster(measurements, ratios, shares)], figures, plots)
+    faster = Part(FASTER, "not measurable here", f"needs 2 cores, found {cores}")
+    if cores >= 2:
+        said = f"{ratios[judged]} times the samples per second with {judged} workers on {cores} cores; the wait for "
+        said += f"data is {shares['0'].value:.0f} % without workers and {shares[judged].value:.0f} % with them"
+        faster = Part(FASTER, ratios[judged].side(), said)
+    return composed([_ahead(alone), faster], figures, plots)
 
 
 def _ahead(alone: dict[str, Any]) -> Part:
@@ -212,18 +213,3 @@ def _ahead(alone: dict[str, Any]) -> Part:
     elif alone["processes"] == alone["workers"] and alone["batches_ready"] == wanted:
         verdict = "confirmed"
     return Part(AHEAD, verdict, said)
-
-
-def _faster(measurements: Measurements, ratios: dict[str, Any], shares: dict[str, Any]) -> Part:
-    judged, cores = measurements["judged"], measurements["cores"]
-    if cores < 2:
-        return Part(FASTER, "not measurable here", f"needs 2 cores, found {cores}")
-    said = f"{ratios[judged]} times the samples per second with {judged} workers on {cores} cores; the wait for data "
-    said += f"is {shares['0'].value:.0f} % without workers and {shares[judged].value:.0f} % with them"
-    above, below = ratios[judged].above(), ratios[judged].below()
-    return Part(FASTER, "confirmed" if above else "refuted" if below else "inconclusive", said)
-
-
-def _plot(title: str, name: str, unit: str, found: dict[str, Any]) -> Series:
-    values = [[getattr(one, which) for one in found.values()] for which in ("value", "low", "high")]
-    return Series(title, Axis("loader workers", "", list(found)), Axis(name, unit), [Line("median", *values)])
