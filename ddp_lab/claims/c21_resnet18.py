@@ -77,6 +77,7 @@ claim = Claim(
     headline="mean loss of the last pass",
 )
 
+
 ASKED_BATCH, ASKED_RATE = 256, 0.02
 CHANCE = math.log(10)
 DDP, DP, BATCH = "DDP trains", "nn.DataParallel trains", f"batch {ASKED_BATCH}"
@@ -85,17 +86,14 @@ DDP, DP, BATCH = "DDP trains", "nn.DataParallel trains", f"batch {ASKED_BATCH}"
 def measure(setting: Setting) -> Measurements:
     """What the run of each layout reports; on CPU with a small batch, and with 256 images for each step."""
     load, device = claim.load(setting), setting.device_type(2)
+    batch, images, steps = load.batch_on_cpu, load.images_on_cpu, (load.steps_of_stand_in, load.steps_on_cpu)
+    steps_of_whole = load.steps_of_256_on_cpu
     if device == "cuda":
-        sizes = _sizes(ASKED_BATCH, load.images_on_cuda, load.steps_on_cuda)
-        cases = {layout: _run(setting, layout, device, sizes) for layout in ("dp", "ddp")}
-        batch, images = ASKED_BATCH, load.images_on_cuda
-    else:
-        batch, images = load.batch_on_cpu, load.images_on_cpu
-        cases = {
-            layout: _run(setting, layout, device, _sizes(batch, images, steps))
-            for layout, steps in (("dp", load.steps_of_stand_in), ("ddp", load.steps_on_cpu))
-        }
-    whole = _whole(setting, device, load.steps_of_256_on_cuda if device == "cuda" else load.steps_of_256_on_cpu)
+        batch, images, steps = ASKED_BATCH, load.images_on_cuda, (load.steps_on_cuda, load.steps_on_cuda)
+        steps_of_whole = load.steps_of_256_on_cuda
+    layouts = zip(("dp", "ddp"), steps, strict=True)
+    cases = {layout: _run(setting, layout, device, batch, images, steps) for layout, steps in layouts}
+    whole = _whole(setting, device, steps_of_whole)
     return {"device": device, "global_batch_size": batch, "images": images, "cases": cases, "whole": whole}
 
 
@@ -142,8 +140,8 @@ def own_program(rank: int, world_size: int, device: str, steps: int) -> dict[str
     return {"losses": losses, "images_per_second": ASKED_BATCH * steps / seconds, "peak_memory_bytes": peak}
 
 
-def _sizes(batch: int, images: int, steps: int) -> list[str]:
-    return [
+def _run(setting: Setting, layout: str, device: str, batch: int, images: int, steps: int) -> dict[str, Any]:
+    settings = [
         f"global_batch_size={batch}",
         f"max_steps={steps}",
         f"epochs={math.ceil(steps * batch / images)}",
@@ -151,9 +149,6 @@ def _sizes(batch: int, images: int, steps: int) -> list[str]:
         f"data.samples={images}",
         f"optimizer.lr={ASKED_RATE * batch / ASKED_BATCH}",
     ]
-
-
-def _run(setting: Setting, layout: str, device: str, settings: list[str]) -> dict[str, Any]:
     setting.say(f"{layout} on {device}: {' '.join(settings)}")
     # Nothing is saved on the way: an epoch is a step or two here, and a checkpoint at each would take most of the time.
     options = ("--log-every", "1", "--checkpoint-every", "1000000")
@@ -176,56 +171,64 @@ def _run(setting: Setting, layout: str, device: str, settings: list[str]) -> dic
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
     cases, device, batch = measurements["cases"], measurements["device"], measurements["global_batch_size"]
-    on_cuda = device == "cuda"
-    steps_of_a_pass = max(1, measurements["images"] // batch)
-    where = "2 CUDA devices" if on_cuda else "CPU, 2 processes"
+    on_cuda, steps_of_a_pass = device == "cuda", max(1, measurements["images"] // batch)
     smaller = "" if batch == ASKED_BATCH else f" instead of {ASKED_BATCH}"
-    where = f"on {where}, batch {batch}{smaller}"
-    parts = [_trains(DDP, cases["ddp"], steps_of_a_pass, where)]
-    figures = _figures(DDP, cases["ddp"], steps_of_a_pass, device)
-    if on_cuda:
-        parts.append(_trains(DP, cases["dp"], steps_of_a_pass, where))
-        figures += _figures(DP, cases["dp"], steps_of_a_pass, device)
-    else:
-        parts.append(Part(DP, "not measurable here", "needs 2 CUDA devices: on CPU threads stand in for it"))
-        figures += _figures(DP, cases["dp"], steps_of_a_pass, device, "two threads of this project on CPU")
+    where = f"on {'2 CUDA devices' if on_cuda else 'CPU, 2 processes'}, batch {batch}{smaller}"
+    memory = "peak memory of a device" if on_cuda else "peak memory of a process"
+    parts, figures = [], []
+    for name, layout in ((DDP, "ddp"), (DP, "dp")):
+        stand_in = "" if on_cuda or name == DDP else "two threads of this project on CPU"
+        part, more = _judge_run(name, cases[layout], steps_of_a_pass, where, memory, stand_in)
+        if stand_in:
+            part = Part(DP, "not measurable here", "needs 2 CUDA devices: on CPU threads stand in for it")
+        parts.append(part)
+        figures += more
     part, more = _judge_whole(measurements["whole"])
-    parts.append(part)
-    figures += more
     curves = {name: case["losses"] for name, case in cases.items() if case.get("losses")}
-    return composed(parts, figures, [_plot(curves)] if curves else [])
+    return composed([*parts, part], [*figures, *more], [_plot(curves)] if curves else [])
 
 
-def _problem(case: dict[str, Any]) -> str:
-    """What went wrong with a run, empty where nothing did."""
+def _judge_run(
+    name: str, case: dict[str, Any], steps: int, where: str, memory: str, stand_in: str
+) -> tuple[Part, list[Figure]]:
+    """Whether a run went well and learned, by the mean losses of its first and last pass over the images."""
     losses = case.get("losses") or []
-    finite = bool(losses) and all(loss is not None and math.isfinite(loss) for loss in losses)
-    return "" if case["completed"] and finite else case.get("said") or "the loss is not finite"
+    if not case["completed"] or not losses or not _finite(losses):
+        return Part(name, "refuted", f"{where}: {case.get('said') or 'the loss is not finite'}"), []
+    first = [loss for step, loss in zip(case["steps"], losses, strict=True) if step <= steps] or losses[:1]
+    begun, ended = sum(first) / len(first), sum(losses[-steps:]) / len(losses[-steps:])
+    figures = [
+        Figure(title, value, unit, part=name, stand_in=stand_in)
+        for title, value, unit in (
+            ("images per second", case["images_per_second"], "1/s"),
+            ("steps", case["steps"][-1], ""),
+            ("mean loss of the first pass over the images", begun, ""),
+            ("mean loss of the last pass over the images", ended, ""),
+            (memory, case["peak_memory_bytes"] / 2**20, "MiB"),
+        )
+    ]
+    text = f"{where}: the loss goes from {begun:.2f} to {ended:.2f} in {case['steps'][-1]} steps; chance is 2.30"
+    if ended < min(begun, CHANCE):
+        return Part(name, "confirmed", text), figures
+    return Part(name, "inconclusive", f"it runs, but it was not seen to learn: {text}"), figures
 
 
-def _trains(name: str, case: dict[str, Any], steps_of_a_pass: int, where: str) -> Part:
-    if problem := _problem(case):
-        return Part(name, "refuted", f"{where}: {problem}")
-    first, last = _passes(case, steps_of_a_pass)
-    text = f"{where}: the loss goes from {first:.2f} to {last:.2f} in {case['steps'][-1]} steps; chance is 2.30"
-    if last < min(first, CHANCE):
-        return Part(name, "confirmed", text)
-    return Part(name, "inconclusive", f"it runs, but it was not seen to learn: {text}")
+def _finite(losses: list[float | None]) -> bool:
+    return all(loss is not None and math.isfinite(loss) for loss in losses)
 
 
 def _judge_whole(whole: dict[str, Any]) -> tuple[Part, list[Figure]]:
     needed, free = (whole[name] / 2**30 for name in ("needed", "free"))
     figures = [Figure("memory predicted for a process", needed, "GiB", part=BATCH)]
+    missing = ""
     if needed >= free:
-        return Part(
-            BATCH, "not measurable here", f"needs {needed:.1f} GiB for each process, free are {free:.1f}"
-        ), figures
-    if not whole["steps"]:
-        text = f"needs the time of --full; the memory, {needed:.1f} GiB for each process, is there"
-        return Part(BATCH, "not measurable here", text), figures
+        missing = f"needs {needed:.1f} GiB for each process, free are {free:.1f}"
+    elif not whole["steps"]:
+        missing = f"needs the time of --full; the memory, {needed:.1f} GiB for each process, is there"
+    if missing:
+        return Part(BATCH, "not measurable here", missing), figures
     if whole["ranks"] is None:
         return Part(BATCH, "refuted", f"the source's own program failed: {whole['said']}"), figures
-    losses = [loss for rank in whole["ranks"] for loss in rank["losses"]]
     first, *_, last = whole["ranks"][0]["losses"]
     speed = sum(rank["images_per_second"] for rank in whole["ranks"])
     peak = max(rank["peak_memory_bytes"] for rank in whole["ranks"]) / 2**30
@@ -237,30 +240,10 @@ def _judge_whole(whole: dict[str, Any]) -> tuple[Part, list[Figure]]:
         # The prediction is within 15 % for models that take hundreds of MiB (C22).
         Figure("measured peak memory of a process", peak, "GiB", part=BATCH, bounds=(needed / 2, 2 * needed)),
     ]
-    finite = all(loss is not None and math.isfinite(loss) for loss in losses)
+    if not all(_finite(rank["losses"]) for rank in whole["ranks"]):
+        return Part(BATCH, "refuted", "a loss is not finite"), figures
     text = f"{ASKED_BATCH} images in one pass in each of 2 processes: loss {first:.2f} to {last:.2f}"
-    return Part(BATCH, "confirmed" if finite else "refuted", text if finite else "a loss is not finite"), figures
-
-
-def _passes(case: dict[str, Any], steps: int) -> tuple[float, float]:
-    """Mean loss of the first and of the last pass over the images."""
-    losses = case["losses"]
-    first = [loss for step, loss in zip(case["steps"], losses, strict=True) if step <= steps] or losses[:1]
-    return sum(first) / len(first), sum(losses[-steps:]) / len(losses[-steps:])
-
-
-def _figures(name: str, case: dict[str, Any], steps: int, device: str, stand_in: str = "") -> list[Figure]:
-    if _problem(case):
-        return []
-    first, last = _passes(case, steps)
-    memory = "peak memory of a process" if device == "cpu" else "peak memory of a device"
-    return [
-        Figure("images per second", case["images_per_second"], "1/s", part=name, stand_in=stand_in),
-        Figure("steps", case["steps"][-1], part=name, stand_in=stand_in),
-        Figure("mean loss of the first pass over the images", first, part=name, stand_in=stand_in),
-        Figure("mean loss of the last pass over the images", last, part=name, stand_in=stand_in),
-        Figure(memory, case["peak_memory_bytes"] / 2**20, "MiB", part=name, stand_in=stand_in),
-    ]
+    return Part(BATCH, "confirmed", text), figures
 
 
 def _plot(curves: dict[str, list[float | None]]) -> Series:

@@ -25,9 +25,9 @@ from ddp_core.config.experiment import Optimizer
 from ddp_core.model.builders import resnet18, small_cnn
 from ddp_core.model.losses import cross_entropy
 from ddp_core.model.optimizers import build_optimizer
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, holds, versions
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.measuring.memory_budget import M_MMAP_THRESHOLD, train_within
+from ddp_lab.claims.measuring.memory_budget import M_MMAP_THRESHOLD, process_status, train_within
 from ddp_lab.claims.measuring.memory_estimate import estimate_memory
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.records import Axis, Figure, Line, Part, Series
@@ -80,7 +80,13 @@ claim = Claim(
     headline="resnet18 64x64 batch 32 sgd: error",
 )
 
+
 PEAK_FILE = Path("/proc/self/clear_refs")
+FIT, NO_HELP, CUT = (
+    "data parallelism trains a model that fits",
+    "data parallelism is no help for a model that does not fit",
+    "model parallelism trains a model that does not fit",
+)
 
 
 def measure(setting: Setting) -> Measurements:
@@ -118,15 +124,11 @@ def observe(rank: int, world_size: int, name: str, device: str) -> dict[str, Any
     _train(*_case("small_cnn 32x32 batch 2 adam", device), steps=1)  # loads libraries
     gc.collect()
     before = _reset(device)
-    peak = _peak(_case(name, device), device) - before
+    _train(*_case(name, device), steps=3)
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else process_status("VmHWM")
     model, optimizer, inputs, targets = _case(name, device)
     estimate = estimate_memory(model, cross_entropy, optimizer, inputs, targets)
-    return {"estimate": estimate.peak, "parts": dict(estimate.table()), "peak": peak}
-
-
-def _peak(case: tuple[nn.Module, Optimizer, Tensor, Tensor], device: str) -> int:
-    _train(*case, steps=3)
-    return _highest(device)
+    return {"estimate": estimate.peak, "parts": dict(estimate.table()), "peak": peak - before}
 
 
 def _case(name: str, device: str) -> tuple[nn.Module, Optimizer, Tensor, Tensor]:
@@ -155,17 +157,7 @@ def _reset(device: str) -> int:
         return torch.cuda.memory_allocated()
     ctypes.CDLL(None).malloc_trim(0)
     PEAK_FILE.write_text("5")  # Linux: the peak resident size starts again from the present one (proc(5))
-    return _status("VmRSS")
-
-
-def _highest(device: str) -> int:
-    return torch.cuda.max_memory_allocated() if device == "cuda" else _status("VmHWM")
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (kibibytes,) = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
-    return int(kibibytes) * 1024
+    return process_status("VmRSS")
 
 
 def judge(measurements: Measurements) -> Judgement:
@@ -179,68 +171,50 @@ def _judge_estimates(measurements: Measurements) -> tuple[Part, list[Figure], li
     name, cases = "whether a model fits can be told beforehand", measurements["cases"]
     if not cases:
         return Part(name, "not measurable here", "needs a system that tells a process's peak memory"), [], []
-    errors = {case["name"]: case["estimate"] / case["peak"] - 1 for case in cases}
-    figures = []
-    for case in cases:
-        figures.append(Figure(f"{case['name']}: estimate", case["estimate"] / 2**20, "MiB", part=name))
-        figures.append(Figure(f"{case['name']}: measured peak", case["peak"] / 2**20, "MiB", part=name))
-        figures.append(Figure(f"{case['name']}: error", 100 * errors[case["name"]], "%", part=name, bounds=(-100, 100)))
-    plot = Series(
-        f"Memory, estimated and measured ({measurements['device']})",
-        Axis("case", "", [case["name"] for case in cases]),
-        Axis("peak", "MiB"),
-        [
-            Line("estimated", [case["estimate"] / 2**20 for case in cases]),
-            Line("measured", [case["peak"] / 2**20 for case in cases]),
-        ],
-    )
-    worst = max(errors, key=lambda name: abs(errors[name]))
+    figures, errors = [], {case["name"]: case["estimate"] / case["peak"] - 1 for case in cases}
+    mebibytes = {key: [case[key] / 2**20 for case in cases] for key in ("estimate", "peak")}
+    for case, estimate, peak in zip(errors, *mebibytes.values(), strict=True):
+        figures.append(Figure(f"{case}: estimate", estimate, "MiB", part=name))
+        figures.append(Figure(f"{case}: measured peak", peak, "MiB", part=name))
+        figures.append(Figure(f"{case}: error", 100 * errors[case], "%", part=name, bounds=(-100, 100)))
+    lines = [Line("estimated", mebibytes["estimate"]), Line("measured", mebibytes["peak"])]
+    title = f"Memory, estimated and measured ({measurements['device']})"
+    worst = max(errors, key=lambda case: abs(errors[case]))
     text = f"the worst of {len(cases)} estimates is {100 * errors[worst]:+.1f} % off ({worst})"
-    near = abs(errors[worst]) <= measurements["tolerance"]
-    return Part(name, "confirmed" if near else "refuted", text), figures, [plot]
+    part = holds(name, abs(errors[worst]) <= measurements["tolerance"], text)
+    return part, figures, [Series(title, Axis("case", "", list(errors)), Axis("peak", "MiB"), lines)]
 
 
 def _judge_limited(measurements: Measurements) -> tuple[list[Part], list[Figure]]:
-    fit, no_help, cut = (
-        "data parallelism trains a model that fits",
-        "data parallelism is no help for a model that does not fit",
-        "model parallelism trains a model that does not fit",
-    )
     found, limit = measurements["limited"], f"{measurements['limit_mib']} MiB for each process"
     if not found:
         needs = "needs a system that limits a process's memory (Linux, RLIMIT_DATA)"
-        return [Part(name, "not measurable here", needs) for name in (fit, no_help, cut)], []
+        return [Part(name, "not measurable here", needs) for name in (FIT, NO_HELP, CUT)], []
     figures = [
-        Figure(
-            name, "trained" if each["trained"] else "out of memory" if each["out_of_memory"] else "failed", part=part
-        )
-        for name, part, each in zip(found, (fit, cut, no_help, no_help, cut), found.values(), strict=True)
+        Figure(way, "trained" if each["trained"] else "out of memory" if each["out_of_memory"] else "failed", part=part)
+        for way, each, part in zip(found, found.values(), (FIT, CUT, NO_HELP, NO_HELP, CUT), strict=True)
     ]
-    one, ddp = found["too many, one process"], found["too many, DDP"]
-    parts = [_trained(fit, found["fits, DDP"], limit)]
+    fits, free, one, ddp, halves = found.values()
     if ddp["trained"]:
-        parts.append(Part(no_help, "refuted", f"two replicas trained it within {limit}"))
+        no_help = Part(NO_HELP, "refuted", f"two replicas trained it within {limit}")
     elif one["out_of_memory"] and ddp["out_of_memory"]:
-        parts.append(Part(no_help, "confirmed", f"one process and two replicas ran out of memory, {limit}"))
+        no_help = Part(NO_HELP, "confirmed", f"one process and two replicas ran out of memory, {limit}")
     else:
         said = one["said"] or ddp["said"] or "one process trained it, two replicas did not"
-        parts.append(Part(no_help, "inconclusive", f"not all failed for want of memory: {said}"))
-    halves, free = found["too many, halves"], found["too many, no limit"]
+        no_help = Part(NO_HELP, "inconclusive", f"not all failed for want of memory: {said}")
     pairs = list(zip(halves["losses"], free["losses"], strict=False))
     apart = max((abs(ours - theirs) / abs(theirs) for ours, theirs in pairs), default=0.0)
     if not free["trained"]:
         losses = [f"{loss:.3g}" for loss in (*free["losses"][:1], *free["losses"][-1:])]
         said = free["said"] or f"its loss went from {' to '.join(losses)}"
-        parts.append(Part(cut, "inconclusive", f"without a limit it was not trained either: {said}"))
+        cut = Part(CUT, "inconclusive", f"without a limit it was not trained either: {said}")
     elif halves["trained"] and apart > measurements["relative_difference_of_loss"]:
-        parts.append(Part(cut, "refuted", f"the losses of the halves differ by {apart:.2g}"))
+        cut = Part(CUT, "refuted", f"the losses of the halves differ by {apart:.2g}")
     else:
-        parts.append(_trained(cut, halves, f"{limit}, losses {apart:.1g} from those without a limit"))
-    figures.append(Figure("largest relative difference of the halves' losses", apart, part=cut, bounds=(0, 1)))
-    return parts, figures
+        cut = _trained(CUT, halves, f"{limit}, losses {apart:.1g} from those without a limit")
+    figures.append(Figure("largest relative difference of the halves' losses", apart, part=CUT, bounds=(0, 1)))
+    return [_trained(FIT, fits, limit), no_help, cut], figures
 
 
 def _trained(name: str, found: dict[str, Any], where: str) -> Part:
-    if found["trained"]:
-        return Part(name, "confirmed", f"trained with {where}")
-    return Part(name, "refuted", f"not trained: {found['said'] or 'the loss rose'}")
+    return holds(name, found["trained"], f"trained with {where}", f"not trained: {found['said'] or 'the loss rose'}")

@@ -66,14 +66,19 @@ def _train(
     return {"trained": True, "losses": losses, "said": ""}
 
 
+def process_status(name: str) -> int:
+    """The bytes that Linux tells of this process under a name such as VmRSS (proc(5))."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kibibytes,) = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return int(kibibytes) * 1024
+
+
 @contextmanager
 def _limit(budget: int | None) -> Iterator[None]:
     """Allow this process so many MiB more than it has now."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     if budget is not None:
-        status = Path("/proc/self/status").read_text().splitlines()
-        (kibibytes,) = [int(line.split()[1]) for line in status if line.startswith("VmData:")]
-        resource.setrlimit(resource.RLIMIT_DATA, (kibibytes * 1024 + budget * 2**20, before[1]))
+        resource.setrlimit(resource.RLIMIT_DATA, (process_status("VmData") + budget * 2**20, before[1]))
     try:
         yield
     finally:
