@@ -13,10 +13,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, holds, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
-from ddp_lab.records import Axis, Figure, Line, Part, Series
+from ddp_lab.records import Axis, Figure, Line, Series
 
 claim = Claim(
     id="C09",
@@ -39,6 +39,7 @@ claim = Claim(
     seconds=(2, 1),
     headline="data that all ranks together",
 )
+
 
 WAYS = {"without": (False, True), "with": (True, True), "with_unshuffled": (True, False)}
 
@@ -85,34 +86,33 @@ def judge(measurements: Measurements) -> Judgement:
     equal = all(_distinct(rank) == 1 for rank in ids["without"])
     different = all(_distinct(rank) == len(rank) for rank in ids["with"])
     unshuffled = all(_distinct(rank) == 1 for rank in ids["with_unshuffled"])
-    seen = {way: _shares_seen(ranks, samples) for way, ranks in ids.items()}
+    without, with_it = (_seen_by_rank_0(ids[way][0], samples) for way in ("without", "with"))
+    # What all ranks together see in the epoch in which they see least.
+    moments = zip(*ids["without"], strict=True)
+    together = 100 * min(len({number for epoch in moment for number in epoch}) for moment in moments) / samples
     figures = [
         Figure("epochs equal without set_epoch", equal),
         Figure("epochs different with set_epoch", different),
         Figure("with shuffle=False set_epoch changes nothing", unshuffled),
-        Figure("data that all ranks together see per epoch, without set_epoch", seen["without"]["job"], "%"),
-        Figure("data that rank 0 has seen at the end, without set_epoch", seen["without"]["rank"][-1], "%"),
-        Figure("data that rank 0 has seen at the end, with set_epoch", seen["with"]["rank"][-1], "%"),
+        Figure("data that all ranks together see per epoch, without set_epoch", together, "%"),
+        Figure("data that rank 0 has seen at the end, without set_epoch", without[-1], "%"),
+        Figure("data that rank 0 has seen at the end, with set_epoch", with_it[-1], "%"),
     ]
+    axis, lines = Axis("epoch", "", list(range(1, len(with_it) + 1))), {"with": with_it, "without": without}
     plot = Series(
-        "Share of the data that rank 0 has seen",
-        Axis("epoch", "", list(range(1, len(seen["with"]["rank"]) + 1))),
-        Axis("seen so far", "%"),
-        [Line(f"{way} set_epoch", seen[way]["rank"]) for way in ("with", "without")],
+        *("Share of the data that rank 0 has seen", axis, Axis("seen so far", "%")),
+        [Line(f"{way} set_epoch", seen) for way, seen in lines.items()],
     )
-    words = [
-        *(["epochs differ without set_epoch"] if not equal else []),
-        *(["epochs repeat with set_epoch"] if not different else []),
-    ]
-    text = "; ".join(words) or "all epochs are equal without set_epoch and all different with it"
-    together, alone = seen["without"]["job"], seen["without"]["rank"][-1]
-    seen_text = (
-        f"all ranks together see {together:.0f} % of the data in each epoch without set_epoch; each rank by itself "
-        f"sees the same {alone:.0f} % every time"
-    )
+    words = [] if equal else ["epochs differ without set_epoch"]
+    words += [] if different else ["epochs repeat with set_epoch"]
+    so = "all epochs are equal without set_epoch and all different with it"
+    seen = f"all ranks together see {together:.0f} % of the data in each epoch without set_epoch; each rank by itself "
     parts = [
-        Part("the order repeats", "refuted" if words else "confirmed", text),
-        Part("the model sees only part of the data", "confirmed" if together < 100 else "refuted", seen_text),
+        holds("the order repeats", not words, so, "; ".join(words)),
+        holds(
+            *("the model sees only part of the data", together < 100),
+            f"{seen}sees the same {without[-1]:.0f} % every time",
+        ),
     ]
     return composed(parts, figures, [plot])
 
@@ -121,15 +121,7 @@ def _distinct(epochs: list[list[int]]) -> int:
     return len({tuple(epoch) for epoch in epochs})
 
 
-def _shares_seen(ranks: list[list[list[int]]], samples: int) -> dict[str, Any]:
-    """Percentages of the data: `job` is what all ranks together see in the epoch where they see least.
-
-    `rank` is what rank 0 has seen by the end of each epoch.
-    """
-    together = [len({number for epoch in moment for number in epoch}) for moment in zip(*ranks, strict=True)]
+def _seen_by_rank_0(epochs: list[list[int]], samples: int) -> list[float]:
+    """The percentage of the data that one rank has seen by the end of each epoch."""
     so_far: set[int] = set()
-    growing = []
-    for epoch in ranks[0]:
-        so_far |= set(epoch)
-        growing.append(100 * len(so_far) / samples)
-    return {"job": 100 * min(together) / samples, "rank": growing}
+    return [100 * len(so_far := so_far | set(epoch)) / samples for epoch in epochs]

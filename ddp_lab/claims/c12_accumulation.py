@@ -20,10 +20,10 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.seeds import share_of
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, holds, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
-from ddp_lab.records import COUNT, Figure, Part, Verdict
+from ddp_lab.records import COUNT, Figure
 
 claim = Claim(
     id="C12",
@@ -133,33 +133,25 @@ def _compare(ours: Tensor, whole: Tensor) -> dict[str, float]:
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    cases, tolerance = measurements["cases"], measurements["tolerance"]
+    cases, tolerance, square = (measurements[name] for name in ("cases", "tolerance", "square"))
     right = [case for case in cases if case["rescaled"] and case["where"] != "BatchNorm"]
     wrong = [case for case in cases if not case["rescaled"]]
     normalised = [case for case in cases if case["where"] == "BatchNorm"]
     worst = max(right, key=lambda case: case["difference"])
     counts = sorted({case["micro_batches"] for case in cases})
-    said = " or ".join(map(str, counts))
-    square = measurements["square"]
     figures = [
         Figure("gradient of x² at 4, first backward", square[0], part=ADDS, bounds=(8, 8)),
         Figure("gradient of x² at 4, second backward", square[1], part=ADDS, bounds=(0, 16)),
         Figure("largest relative difference, rightly scaled", worst["difference"], part=EQUAL, bounds=COUNT),
     ]
-    figures += [
-        Figure(
-            f"gradient too large by, mean loss not divided by k = {count}",
-            max(case["factor"] for case in wrong if case["micro_batches"] == count),
-            *("times", None, None, None, EQUAL),
-            bounds=(1, 2 * count),
-        )
-        for count in counts
-    ]
-    figures += [
-        Figure(f"relative difference, {_name(case)}", case["difference"], part=part, bounds=COUNT)
-        for part, group in ((EQUAL, right), (NORMALISED, normalised))
-        for case in group
-    ]
+    for count in counts:
+        name = f"gradient too large by, mean loss not divided by k = {count}"
+        factor = max(case["factor"] for case in wrong if case["micro_batches"] == count)
+        figures.append(Figure(name, factor, "times", part=EQUAL, bounds=(1, 2 * count)))
+    for part, group in ((EQUAL, right), (NORMALISED, normalised)):
+        for case in group:
+            name = f"relative difference, {_name(case)}"
+            figures.append(Figure(name, case["difference"], part=part, bounds=COUNT))
     faults = [f"{_name(worst)} differs by {worst['difference']:.2g}"] if worst["difference"] > tolerance else []
     faults += [
         f"a mean loss that is not divided by k = {case['micro_batches']} gave {case['factor']:.6g} times the gradient"
@@ -167,18 +159,17 @@ def judge(measurements: Measurements) -> Judgement:
         if abs(case["factor"] - case["micro_batches"]) > tolerance * case["micro_batches"]
     ]
     agreed = (
-        f"{said} micro-batches differ from one large batch by at most {worst['difference']:.1g} of its norm, with and "
-        "without no_sync; a mean loss not divided by k is wrong by k"
+        f"{' or '.join(map(str, counts))} micro-batches differ from one large batch by at most "
+        f"{worst['difference']:.1g} of its norm, with and without no_sync; a mean loss not divided by k is wrong by k"
     )
     parts = [
-        Part(ADDS, "confirmed" if square == [8.0, 16.0] else "refuted", f"x² gave {square[0]:g}, then {square[1]:g}"),
-        Part(EQUAL, "refuted" if faults else "confirmed", "; ".join(faults) or agreed),
+        holds(ADDS, square == [8.0, 16.0], f"x² gave {square[0]:g}, then {square[1]:g}"),
+        holds(EQUAL, not faults, agreed, "; ".join(faults)),
     ]
     if normalised:
         apart = max(case["difference"] for case in normalised)
-        verdict: Verdict = "confirmed" if apart <= tolerance else "refuted"
         text = f"differs by up to {apart:.2g} of its norm: it normalises over the micro-batch"
-        parts.append(Part(NORMALISED, verdict, text))
+        parts.append(holds(NORMALISED, apart <= tolerance, text))
     return composed(parts, figures)
 
 

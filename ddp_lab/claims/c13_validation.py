@@ -24,12 +24,12 @@ from ddp_core.distributed.world import World
 from ddp_core.model.builders import small_cnn
 from ddp_core.model.losses import cross_entropy
 from ddp_core.trainers.evaluation import evaluate
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, holds, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import ROUNDS, ratio_interval
 from ddp_lab.claims.measuring.measure import timed_rounds
 from ddp_lab.claims.measuring.ranks import run_ranks
-from ddp_lab.records import COUNT, Axis, Figure, Line, Part, Series, Verdict
+from ddp_lab.records import COUNT, Axis, Figure, Line, Part, Series
 
 claim = Claim(
     id="C13",
@@ -66,6 +66,7 @@ claim = Claim(
     headline="time on all of",
 )
 
+
 OWN, OURS = "the source's own way", "this project's evaluation"
 DIVIDES = f"the same loss, {OWN}, where the ranks divide the samples"
 DOES_NOT = f"the same loss, {OWN}, where they do not"
@@ -78,34 +79,26 @@ def measure(setting: Setting) -> Measurements:
     load = claim.load(setting)
     # The ranks compute on CPU, so each of them needs a core.
     counts = sorted({2, 2 if setting.quick else max(2, min(4, setting.cores))})
-    how = (load.sizes, load.samples_per_batch, load.timed_samples, load.rounds)
-    cases = [{"ranks": count} | run_ranks(observe, count, *how)[0] for count in counts]
+    cases = [{"ranks": count} | run_ranks(observe, count, load)[0] for count in counts]
     return {"devices": setting.cores, "agree_to": load.agree_to, "cases": cases}
 
 
-def observe(
-    rank: int, world_size: int, sizes: tuple[int, ...], samples_per_batch: int, timed_samples: int, rounds: int
-) -> dict[str, Any]:
+def observe(rank: int, world_size: int, load: Any) -> dict[str, Any]:
     """Losses and times with this number of ranks."""
     torch.manual_seed(0)
-    model = small_cnn(width=24).eval()
+    model, batch = small_cnn(width=24).eval(), load.samples_per_batch
     collectives = Collectives(World.from_environment(), torch.device("cpu"))
 
     def validate(data: InMemory, where: str) -> float:
-        return _evaluate(model, data, where, samples_per_batch, collectives)
+        if where in WAYS[OWN]:
+            return _own_way(model, data, where == "own_all_ranks", batch)
+        return _evaluate(model, data, where, batch, collectives)
 
-    def own(data: InMemory, where: str) -> float:
-        return _own_way(model, data, where == "own_all_ranks", samples_per_batch)
-
-    losses = {}
-    for size in sizes:
-        data = _held_out(size)
-        ours = {where: validate(data, where) for where in WAYS[OURS]}
-        losses[str(size)] = ours | {where: own(data, where) for where in WAYS[OWN]}
-    data = _held_out(timed_samples)
-    ways = {where: lambda where=where: validate(data, where) for where in WAYS[OURS]}
-    ways |= {where: lambda where=where: own(data, where) for where in WAYS[OWN]}
-    return {"losses": losses, "samples": timed_samples, "seconds": timed_rounds(ways, rounds)}
+    ways = [*WAYS[OURS], *WAYS[OWN]]
+    losses = {str(size): {where: validate(_held_out(size), where) for where in ways} for size in load.sizes}
+    data = _held_out(load.timed_samples)
+    seconds = timed_rounds({where: lambda where=where: validate(data, where) for where in ways}, load.rounds)  # type: ignore[misc]
+    return {"losses": losses, "samples": load.timed_samples, "seconds": seconds}
 
 
 def _held_out(size: int) -> InMemory:
@@ -142,46 +135,37 @@ def _own_way(model: nn.Module, data: InMemory, on_all: bool, samples_per_batch: 
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    cases = measurements["cases"]
+    cases, cores = measurements["cases"], measurements["devices"]
     apart: dict[str, list[float]] = {DIVIDES: [], DOES_NOT: [], SAME_LOSS: []}
     for case in cases:
         for size, losses in case["losses"].items():
             divides = int(size) % case["ranks"] == 0
-            apart[DIVIDES if divides else DOES_NOT].append(_apart(losses["own_all_ranks"], losses["own_rank0"]))
-            apart[SAME_LOSS].append(_apart(losses["all_ranks"], losses["rank0"]))
+            apart[DIVIDES if divides else DOES_NOT].append(_apart(losses, *WAYS[OWN]))
+            apart[SAME_LOSS].append(_apart(losses, *WAYS[OURS]))
     parts, figures = [], []
     for name, differences in apart.items():
         worst = max(differences)
         title = "largest relative difference of the loss, rank 0 and all ranks"
         figures.append(Figure(title, worst, part=name, bounds=COUNT))
-        verdict: Verdict = "confirmed" if worst <= measurements["agree_to"] else "refuted"
-        parts.append(Part(name, verdict, f"the losses differ by at most {worst:.1g} relative"))
+        said = f"the losses differ by at most {worst:.1g} relative"
+        parts.append(holds(name, worst <= measurements["agree_to"], said))
+    most = max((case["ranks"] for case in cases if case["ranks"] <= cores), default=None)
     for way, (alone, together) in WAYS.items():
         name = f"in less time, {way}"
-        faster = Part(name, "not measurable here", f"needs 2 cores, found {measurements['devices']}")
-        measurable = [case["ranks"] for case in cases if case["ranks"] <= measurements["devices"]]
+        faster = Part(name, "not measurable here", f"needs 2 cores, found {cores}")
         for case in cases:
-            ratio = ratio_interval(case["seconds"][together], case["seconds"][alone])
-            judged = measurable and case["ranks"] == measurable[-1]
+            ratio, judged = ratio_interval(case["seconds"][together], case["seconds"][alone]), case["ranks"] == most
             title = f"time on all of {case['ranks']} ranks / rank 0 alone"
             figures.append(ratio.figure(title, "x", name, against=1.0 if judged else None))
             if judged:
-                verdict = "confirmed" if ratio.below() else "refuted" if ratio.above() else "inconclusive"
-                faster = Part(name, verdict, f"{case['ranks']} ranks take {ratio} of rank 0's time")
+                said = f"{most} ranks take {ratio} of rank 0's time"
+                faster = Part(name, ratio.side(1.0, "refuted", "confirmed"), said)
         parts.append(faster)
-    first = cases[0]
-    sizes = list(first["losses"])
-    plot = Series(
-        f"Relative difference from rank 0's loss, {first['ranks']} ranks",
-        Axis("held-out samples", "", sizes),
-        Axis("difference", "%"),
-        [
-            Line(way, [100 * _apart(first["losses"][size][ours], first["losses"][size][alone]) for size in sizes])
-            for way, (alone, ours) in WAYS.items()
-        ],
-    )
-    return composed(parts, figures, [plot])
+    losses = cases[0]["losses"]
+    lines = [Line(way, [100 * _apart(found, *pair) for found in losses.values()]) for way, pair in WAYS.items()]
+    title, axis = f"Relative difference from rank 0's loss, {cases[0]['ranks']} ranks", Axis("difference", "%")
+    return composed(parts, figures, [Series(title, Axis("held-out samples", "", list(losses)), axis, lines)])
 
 
-def _apart(loss: float, reference: float) -> float:
-    return abs(loss - reference) / abs(reference)
+def _apart(losses: dict[str, float], alone: str, together: str) -> float:
+    return abs(losses[together] - losses[alone]) / abs(losses[alone])
