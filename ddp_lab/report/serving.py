@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
+from ddp_core.base.beneath import open_file
 from ddp_core.base.errors import ExitCode, UserError
 
 
@@ -27,9 +28,28 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*words)
 
     def do_GET(self) -> None:
-        """Send the page, unless it is asked for under another name than ours: a page elsewhere could let its own name
-        lead here.
-        """
+        """Send the page."""
+        if not self._is_asked_for():
+            return
+        try:
+            with open_file(self._page) as file:
+                content = file.read()
+        except OSError:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        headers = {"Content-Type": "text/html; charset=utf-8", "Content-Length": str(len(content))}
+        headers |= {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    do_HEAD = do_GET
+
+    def _is_asked_for(self) -> bool:
+        """Refuse a request for another name than ours: a page elsewhere could let its own name lead here."""
         try:
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
         except ValueError:
@@ -39,17 +59,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path.partition("?")[0] not in ("/", "/index.html"):
             self.send_error(404)
         else:
-            content = self._page.read_bytes()
-            self.send_response(200)
-            headers = {"Content-Type": "text/html; charset=utf-8", "Content-Length": str(len(content))}
-            headers |= {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
-
-    do_HEAD = do_GET
+            return True
+        return False
 
     def log_message(self, format: str, *words: object) -> None:
         """Write nothing: a line per request would bury the report's own lines."""

@@ -71,6 +71,8 @@ def test_the_server_shows_the_page_and_nothing_else(site: tuple[str, Path]) -> N
     assert _fetch(f"{url}/index.html", "POST")[0] == 501
     page.write_text("the newest")
     assert _fetch(f"{url}/") == (200, "the newest")
+    page.unlink()
+    assert _fetch(f"{url}/")[0] == 404
 
 
 def test_a_page_elsewhere_cannot_lead_its_own_name_here(site: tuple[str, Path]) -> None:
