@@ -146,7 +146,6 @@ def test_every_state_is_told(page: str) -> None:
         assert re.search(rf'<span class="badge \w+">{word}</span>', page), word
     assert "no run.json: it ended before its record was written" in page
     assert "identical on 3 layouts" in page
-    assert "each sample exactly once" in page
     assert "1.76× [1.70, 1.82]" in page  # noqa: RUF001
     assert '<p lang="zh">DP 比 DDP 慢。</p>' in page
 
