@@ -113,12 +113,6 @@ class CommunicationThreads:
         return False
 
 
-def in_one_phase(work: Callable[[], Tensor]) -> Transfer:
-    """A transfer without yields, which returns what `work` returns."""
-    yield from ()
-    return work()
-
-
 def in_last_phase(work: Callable[[], Tensor]) -> Transfer:
     """A transfer that returns what `work` returns, which is done when all earlier transfers have ended."""
     for _ in range(OrderedSum.PHASES - 1):
@@ -204,7 +198,7 @@ class Channel:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
             return found
 
-        self.submit(in_one_phase(reduce), found).wait()
+        self.submit(in_last_phase(reduce), found).wait()
         return [bool(each) for each in found.tolist()]
 
     def close(self, waits: bool = True) -> None:

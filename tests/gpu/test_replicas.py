@@ -23,7 +23,7 @@ from ddp_core.distributed.world import World
 from ddp_core.model.losses import cross_entropy
 from ddp_core.reduction import ExactReduction, OrderedSum
 from ddp_core.reduction.backends import exchange_on
-from ddp_core.reduction.communication import CommunicationThreads, in_one_phase
+from ddp_core.reduction.communication import CommunicationThreads, in_last_phase
 from ddp_core.reduction.host_memory import ThroughHost
 from ddp_core.reduction.parts import PartsInOneLevel
 from ddp_core.trainers.keyed_random import KeyedRandom
@@ -155,7 +155,7 @@ def test_a_communication_thread_works_on_the_device_of_its_tensors() -> None:
         assert torch.cuda.current_device() == device.index
         return tensor * 2
 
-    assert threads.submit(in_one_phase(work), tensor).wait().tolist() == [2.0] * 4
+    assert threads.submit(in_last_phase(work), tensor).wait().tolist() == [2.0] * 4
     assert threads.close()
 
 

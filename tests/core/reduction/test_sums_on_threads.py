@@ -14,7 +14,6 @@ from torch import Tensor
 from ddp_core.base.seeds import share_of
 from ddp_core.reduction import OrderedSum
 from ddp_core.reduction.backends import exchange_among, exchange_on
-from ddp_core.reduction.communication import in_one_phase
 from ddp_core.reduction.exchange import LINE_BYTES, cut
 from ddp_core.reduction.host_memory import ThroughHost, is_elsewhere
 from ddp_core.reduction.leaf_sum import LeafSum
@@ -330,7 +329,3 @@ def test_members_start_with_different_peers_and_memory_is_used_again(monkeypatch
         return found
 
     assert on_threads(2, inboxes) == [[[8], [8], [16]]] * 2
-
-
-def test_a_transfer_of_one_phase_returns_what_its_work_does() -> None:
-    assert Channel().submit(in_one_phase(lambda: torch.ones(2)), torch.ones(1)).wait().tolist() == [1, 1]
