@@ -44,6 +44,7 @@ claim = Claim(
     headline="w, ddp x 2",
 )
 
+
 W, B = 2.0, 3.0
 BOUNDS: dict[str, Bounds] = {"w": (1.0, 3.0), "b": (2.0, 4.0), "loss": (0.0095, 1.0)}
 """What a trained line can have: 0.0095 is the variance of the noise in 10,000 points less three standard errors."""
@@ -55,51 +56,27 @@ def measure(setting: Setting) -> Measurements:
     for seed in load.seeds:
         for kind, count in load.layouts:
             setting.say(f"training on {kind} x {count}, seed {seed}")
-            batches = [f"global_batch_size={32 * count}", "micro_batch=32"]
-            settings = [*batches, f"seed={seed}", f"data.seed={seed}"]
-            run = train(
-                setting, "C01", "linear_regression", kind, count, settings=settings, options=["--reduction", "plain"]
-            )
-            weights = run.weights()
-            runs.append(
-                {
-                    "layout": f"{kind} x {count}",
-                    "seed": seed,
-                    "w": float(weights["weight"]),
-                    "b": float(weights["bias"]),
-                    "loss": run.record["result"]["train_loss"],
-                }
-            )
+            settings = [f"global_batch_size={32 * count}", "micro_batch=32", f"seed={seed}", f"data.seed={seed}"]
+            run = train(setting, "C01", "linear_regression", kind, count, settings, ["--reduction", "plain"])
+            w, b = (float(run.weights()[name]) for name in ("weight", "bias"))
+            found = {"w": w, "b": b, "loss": run.record["result"]["train_loss"]}
+            runs.append({"layout": f"{kind} x {count}", "seed": seed} | found)
     return {"runs": runs, "tolerance": load.tolerance, "limit_of_loss": load.limit_of_loss}
 
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    figures, misses = [], []
+    figures, misses, runs = [], [], measurements["runs"]
     tolerance, limit = measurements["tolerance"], measurements["limit_of_loss"]
-    for run in measurements["runs"]:
-        figures += [
-            Figure(f"{name}, {run['layout']}, seed {run['seed']}", run[name], bounds=bounds)
-            for name, bounds in BOUNDS.items()
-        ]
-        checks = (
-            ("w", abs(run["w"] - W) <= tolerance),
-            ("b", abs(run["b"] - B) <= tolerance),
-            ("loss", run["loss"] <= limit),
-        )
-        misses += [
-            f"{name} = {run[name]:.4g} on {run['layout']}, seed {run['seed']}"
-            for name, reached in checks
-            if not reached
-        ]
+    for run in runs:
+        where = f"{run['layout']}, seed {run['seed']}"
+        figures += [Figure(f"{name}, {where}", run[name], bounds=bounds) for name, bounds in BOUNDS.items()]
+        reached = (abs(run["w"] - W) <= tolerance, abs(run["b"] - B) <= tolerance, run["loss"] <= limit)
+        checks = zip(BOUNDS, reached, strict=True)
+        misses += [f"{name} = {run[name]:.4g} on {where}" for name, well in checks if not well]
     if misses:
         return Judgement("refuted", "; ".join(misses), figures)
-    layouts = ", ".join(dict.fromkeys(run["layout"] for run in measurements["runs"]))
-    worst = max(max(abs(run["w"] - W), abs(run["b"] - B)) for run in measurements["runs"])
-    loss = max(run["loss"] for run in measurements["runs"])
-    return Judgement(
-        "confirmed",
-        f"on {layouts} ({len(measurements['runs'])} runs) w and b are within {worst:.4f} of 2 and 3, and the loss is "
-        f"at most {loss:.4f}",
-        figures,
-    )
+    layouts = ", ".join(dict.fromkeys(run["layout"] for run in runs))
+    worst = max(max(abs(run["w"] - W), abs(run["b"] - B)) for run in runs)
+    said = f"on {layouts} ({len(runs)} runs) w and b are within {worst:.4f} of 2 and 3, and the loss is at most "
+    return Judgement("confirmed", f"{said}{max(run['loss'] for run in runs):.4f}", figures)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from ddp_core.sampler import ElasticSampler
 from ddp_lab.claims.c09_set_epoch import Ids
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, holds, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.records import COUNT, Axis, Figure, Line, Part, Series
@@ -52,22 +52,14 @@ DIVIDES, DOES_NOT = "where the ranks divide the length", "where they do not"
 
 def measure(setting: Setting) -> Measurements:
     """Samples given out twice, and left out, by sampler, ranks and length."""
-    cases = []
-    load = claim.load(setting)
+    load, cases = claim.load(setting), []
     for count in load.ranks:
         ranks = run_ranks(observe, count, load.lengths)
         for name in ("torch", "elastic"):
             for length in load.lengths:
                 given = Counter(number for rank in ranks for number in rank[name][str(length)])
-                cases.append(
-                    {
-                        "sampler": name,
-                        "ranks": count,
-                        "length": length,
-                        "repeated": sum(times - 1 for times in given.values()),
-                        "left_out": length - len(given),
-                    }
-                )
+                found = {"repeated": given.total() - len(given), "left_out": length - len(given)}
+                cases.append({"sampler": name, "ranks": count, "length": length} | found)
     return {"cases": cases}
 
 
@@ -88,8 +80,8 @@ def judge(measurements: Measurements) -> Judgement:
     cases = measurements["cases"]
     torchs, ours = ([case for case in cases if case["sampler"] == name] for name in ("torch", "elastic"))
     figures = [
-        Figure("samples repeated by ElasticSampler", max((case["repeated"] for case in ours), default=0), bounds=COUNT),
-        Figure("samples left out by ElasticSampler", max((case["left_out"] for case in ours), default=0), bounds=COUNT),
+        Figure(f"samples {what} by ElasticSampler", max((case[key] for case in ours), default=0), bounds=COUNT)
+        for what, key in (("repeated", "repeated"), ("left out", "left_out"))
     ]
     parts = []
     for name, divides in ((DIVIDES, True), (DOES_NOT, False)):
@@ -99,28 +91,16 @@ def judge(measurements: Measurements) -> Judgement:
             continue
         worst = max(of_these, key=lambda case: case["repeated"])
         # What pads can repeat is at most a sample for each rank but one.
-        bounds = (0, max(case["ranks"] for case in of_these) - 1)
-        title = "samples repeated by torch's sampler, most in one epoch"
-        figures.append(Figure(title, worst["repeated"], part=name, bounds=bounds))
-        said = "no sample is given out twice"
-        if worst["repeated"]:
-            said = f"up to {worst['repeated']} samples are repeated: of {worst['length']} on {worst['ranks']} ranks"
-        parts.append(Part(name, "refuted" if worst["repeated"] else "confirmed", said))
-    most = max({case["ranks"] for case in cases})
-    lengths = sorted({case["length"] for case in cases})
-    plot = Series(
-        f"Samples given out twice in one epoch, {most} ranks",
-        Axis("samples in the data set", "", [str(length) for length in lengths]),
-        Axis("repeated", "samples"),
-        [
-            Line(name, [_repeated(group, most, length) for length in lengths])
-            for name, group in (("DistributedSampler", torchs), ("ElasticSampler", ours))
-            if group
-        ],
-    )
-    return composed(parts, figures, [plot])
-
-
-def _repeated(cases: list[dict[str, Any]], ranks: int, length: int) -> float | None:
-    found = [case["repeated"] for case in cases if case["ranks"] == ranks and case["length"] == length]
-    return found[0] if found else None
+        bounds, repeated = (0, max(case["ranks"] for case in of_these) - 1), worst["repeated"]
+        figures.append(
+            Figure("samples repeated by torch's sampler, most in one epoch", repeated, part=name, bounds=bounds)
+        )
+        said = f"up to {repeated} samples are repeated: of {worst['length']} on {worst['ranks']} ranks"
+        parts.append(holds(name, not repeated, "no sample is given out twice", said))
+    most, lengths = max(case["ranks"] for case in cases), sorted({case["length"] for case in cases})
+    lines = []
+    for name, group in (("DistributedSampler", torchs), ("ElasticSampler", ours)):
+        repeated = {case["length"]: case["repeated"] for case in group if case["ranks"] == most}
+        lines += [Line(name, [repeated.get(length) for length in lengths])] if group else []
+    axes = Axis("samples in the data set", "", list(map(str, lengths))), Axis("repeated", "samples")
+    return composed(parts, figures, [Series(f"Samples given out twice in one epoch, {most} ranks", *axes, lines)])

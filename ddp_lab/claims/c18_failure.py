@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, versions
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, holds, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import median_interval
 from ddp_lab.claims.measuring.killed import train_and_kill
 from ddp_lab.claims.measuring.training import TrainedRun, train
-from ddp_lab.records import COUNT, Figure, Part, Verdict
+from ddp_lab.records import COUNT, Figure, Part
 
 claim = Claim(
     id="C18",
@@ -57,23 +57,21 @@ TORCH, OURS = "torch's DDP alone", "this project's runs, without restart"
 def measure(setting: Setting) -> Measurements:
     """How each run ended, and what recovery took."""
     load, whole = claim.load(setting), _train(setting)
-    without, with_restart = load.killed_after_without_restart, load.killed_after_with_restart
+
+    def killed(step: int, *options: str) -> dict[str, Any]:
+        return _outcome(_train(setting, "--fault", f"kill@{step}:1", *options), step)
+
+    alone = [
+        {"killed_after": step} | train_and_kill(load.steps, step, load.seconds_allowed_alone)
+        for step in load.killed_after_alone
+    ]
     return {
         "undisturbed": whole.record["weights_sha256"],
         "steps": load.steps,
-        "alone": [
-            {"killed_after": step} | train_and_kill(load.steps, step, load.seconds_allowed_alone)
-            for step in load.killed_after_alone
-        ],
-        "without_restart": [_outcome(_train(setting, *_kill(step), "--max-restarts", "0"), step) for step in without],
-        "with_restart": [
-            _outcome(_train(setting, *_kill(step), "--recovery", "restart"), step) for step in with_restart
-        ],
+        "alone": alone,
+        "without_restart": [killed(step, "--max-restarts", "0") for step in load.killed_after_without_restart],
+        "with_restart": [killed(step, "--recovery", "restart") for step in load.killed_after_with_restart],
     }
-
-
-def _kill(step: int) -> tuple[str, str]:
-    return "--fault", f"kill@{step}:1"
 
 
 def _train(setting: Setting, *options: str) -> TrainedRun:
@@ -103,22 +101,21 @@ def _outcome(run: TrainedRun, killed_after: int) -> dict[str, Any]:
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    own, alone, elastic = (measurements[name] for name in ("alone", "without_restart", "with_restart"))
     steps, figures, parts = measurements["steps"], [], []
-    for name, runs in ((TORCH, own), (OURS, alone)):
-        survived = [run for run in runs if run["exit_code"] == 0 and run["last_step"] == steps]
+    for name, runs in ((TORCH, measurements["alone"]), (OURS, measurements["without_restart"])):
+        survived = sum(run["exit_code"] == 0 and run["last_step"] == steps for run in runs)
         last = [f"{run['last_step']} (killed after {run['killed_after']})" for run in runs]
         figures += [
-            Figure("runs that went on", len(survived), f"of {len(runs)}", part=name, bounds=(0, len(runs))),
+            Figure("runs that went on", survived, f"of {len(runs)}", part=name, bounds=(0, len(runs))),
             Figure("exit codes", ", ".join(str(run["exit_code"]) for run in runs), part=name),
             Figure("last step of the surviving rank", "; ".join(last), f"of {steps}", part=name),
         ]
-        verdict: Verdict = "confirmed" if len(survived) == len(runs) else "refuted"
-        text = f"rank 0 finished all steps after {len(survived)} of {len(runs)} kills of rank 1"
-        if not runs or not all(run["killed"] for run in runs):
-            verdict, text = "inconclusive", "a rank was not killed: its run ended before that step"
-        parts.append(Part(name, verdict, text))
-    return composed(parts, [*figures, *_recovery(elastic, measurements["undisturbed"])])
+        if runs and all(run["killed"] for run in runs):
+            text = f"rank 0 finished all steps after {survived} of {len(runs)} kills of rank 1"
+            parts.append(holds(name, survived == len(runs), text))
+        else:
+            parts.append(Part(name, "inconclusive", "a rank was not killed: its run ended before that step"))
+    return composed(parts, [*figures, *_recovery(measurements["with_restart"], measurements["undisturbed"])])
 
 
 def _recovery(elastic: list[dict[str, Any]], undisturbed: str) -> list[Figure]:
