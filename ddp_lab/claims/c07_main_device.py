@@ -40,37 +40,29 @@ claim = Claim(
     seconds=(1, 60),
 )
 
+
 QUANTITIES = {"memory": ("peak memory", "MB", 1e-6), "busy": ("kernel time", "s", 1.0)}
 
 
 def measure(setting: Setting) -> Measurements:
     """Peak memory in bytes and seconds of kernels, by layout and device."""
-    count = max((count for count in (2, 4, 8) if count <= setting.cuda_devices), default=0)
     measured: dict[str, Any] = {"cuda_devices": setting.cuda_devices}
-    if not count:
+    if setting.cuda_devices < 2:
         return measured
-    load = claim.load(setting)
+    load, count = claim.load(setting), setting.ranks
     how = (load.samples_per_device, load.first_steps, load.steps)
-    (dp,) = run_ranks(observe_dp, 1, count, *how, device="cuda", timeout=300)
-    ranks = run_ranks(observe_ddp, count, *how, device="cuda", timeout=300)
-    ddp = {name: [rank[name] for rank in ranks] for name in QUANTITIES}
+    (dp,) = run_ranks(observe, 1, "dp", count, *how, device="cuda", timeout=300)
+    ranks = run_ranks(observe, count, "ddp", count, *how, device="cuda", timeout=300)
+    ddp = {name: [rank[name][0] for rank in ranks] for name in QUANTITIES}
     return measured | {"steps": load.steps, "layouts": {"dp": dp, "ddp": ddp}}
 
 
-def observe_dp(rank: int, world_size: int, count: int, samples: int, first: int, steps: int) -> dict[str, list[float]]:
-    """Memory and kernel time of every device under DP, whose one process uses them all."""
-    layout = Layout.model_validate({"kind": "dp", "device": "cuda", "nproc_per_node": count})
-    return _observe(layout, samples, first, steps, list(range(count)))
-
-
-def observe_ddp(rank: int, world_size: int, samples: int, first: int, steps: int) -> dict[str, float]:
-    """Memory and kernel time of this rank's device under DDP."""
-    layout = Layout.model_validate({"kind": "ddp", "device": "cuda", "nproc_per_node": world_size})
-    found = _observe(layout, samples, first, steps, [rank])
-    return {name: values[0] for name, values in found.items()}
-
-
-def _observe(layout: Layout, samples: int, first: int, steps: int, devices: list[int]) -> dict[str, list[float]]:
+def observe(
+    rank: int, world_size: int, kind: str, count: int, samples: int, first: int, steps: int
+) -> dict[str, list[float]]:
+    """Memory and kernel time of the devices of this process: all of them under DP, one under DDP."""
+    layout = Layout.model_validate({"kind": kind, "device": "cuda", "nproc_per_node": count})
+    devices = list(range(count)) if kind == "dp" else [rank]
     with Stepper("resnet18", layout, [f"global_batch_size={samples * layout.shares}"]) as stepper:
         stepper.step(first)
         for device in devices:
@@ -86,10 +78,8 @@ def _observe(layout: Layout, samples: int, first: int, steps: int, devices: list
             is_kernel = event.device_type == DeviceType.CUDA and not event.is_user_annotation
             if is_kernel and event.device_index in busy and "nccl" not in event.name.lower():
                 busy[event.device_index] += event.time_range.elapsed_us() * 1e-6
-        return {
-            "memory": [float(torch.cuda.max_memory_allocated(device)) for device in devices],
-            "busy": [busy[device] for device in devices],
-        }
+        memory = [float(torch.cuda.max_memory_allocated(device)) for device in devices]
+        return {"memory": memory, "busy": list(busy.values())}
 
 
 def judge(measurements: Measurements) -> Judgement:

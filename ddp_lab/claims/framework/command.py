@@ -48,8 +48,7 @@ def _run(options: argparse.Namespace) -> int:
             suite.write_text(options.to / name, text)
         print(f"claims: {len(claims)} -> {options.to / 'claims.md'} and a page for each in {options.to / 'claims'}")
         return ExitCode.DONE
-    say = suite.printer()
     if options.judge_again:
-        return suite.judge_again(claims, options.output, say)
-    setting = Setting.here(not options.full, options.output, lambda text: say(f"        {text}"))
-    return suite.measure_all(claims, setting, say)
+        return suite.judge_again(claims, options.output, suite.say)
+    setting = Setting.here(not options.full, options.output, lambda text: suite.say(f"        {text}"))
+    return suite.measure_all(claims, setting, suite.say)

@@ -35,15 +35,14 @@ def known_claims(wanted: Sequence[str] = ()) -> list[KnownClaim]:
     for name in names:
         if name not in files:
             raise UserError(f"there is no claim {name}; there are: {', '.join(files)}")
-    return [load(files[name].stem) for name in dict.fromkeys(names)]
-
-
-def load(module_name: str) -> KnownClaim:
-    """Import one claim's file."""
-    module = importlib.import_module(f"ddp_lab.claims.{module_name}")
-    assert module.claim.id == module_name[:3].upper(), module_name
-    file = Path(module.__file__) if module.__file__ else None
-    return KnownClaim(module.claim, module.measure, module.judge, (module.__doc__ or "").strip(), file)
+    found = []
+    for name in dict.fromkeys(names):
+        module = importlib.import_module(f"ddp_lab.claims.{files[name].stem}")
+        assert module.claim.id == name, name
+        found.append(
+            KnownClaim(module.claim, module.measure, module.judge, (module.__doc__ or "").strip(), files[name])
+        )
+    return found
 
 
 def measure_all(claims: Sequence[KnownClaim], setting: Setting, say: Callable[[str], None]) -> int:
@@ -224,13 +223,9 @@ def duration(seconds: float) -> str:
     return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
 
 
-def printer() -> Callable[[str], None]:
-    """A function that prints a text at once, as one line."""
-
-    def say(text: str) -> None:
-        print(re.sub(r"\s*\n\s*", " ", text), file=sys.stdout, flush=True)
-
-    return say
+def say(text: str) -> None:
+    """Print a text at once, as one line."""
+    print(re.sub(r"\s*\n\s*", " ", text), file=sys.stdout, flush=True)
 
 
 def _now() -> str:

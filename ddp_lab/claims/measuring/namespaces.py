@@ -69,11 +69,6 @@ def joined(nodes: int) -> Iterator[None]:
             _remove()
 
 
-def inside(node: int) -> list[str]:
-    """The words before a command that is to run in the node's namespace."""
-    return ["ip", "netns", "exec", _namespace(node)]
-
-
 def enter(node: int) -> None:
     """Move this process into the node's namespace; sockets that it opens from now on are the node's."""
     libc = ctypes.CDLL(None, use_errno=True)
