@@ -43,13 +43,9 @@ def kill_and_resume(epochs: int, killed_after: int) -> list[dict[str, Any]]:
                 killed = True
             newest = max((int(path.stem) for path in Path(folder).glob("*.pt")), default=None)
             (again, _) = run_ranks(train, 2, folder, way, epochs, 0)
-        found.append(
-            {
-                **{"way": way, "killed_after": killed_after, "killed": killed, "newest": newest},
-                **{"resumed_at": again["resumed_at"], "resumed_loss": again["loss"], "first_loss": whole["loss"]},
-                **{"weights_sha256": again["digest"], "undisturbed": whole["digest"]},
-            }
-        )
+        case = {"way": way, "killed_after": killed_after, "killed": killed, "newest": newest}
+        case |= {"resumed_at": again["resumed_at"], "resumed_loss": again["loss"], "first_loss": whole["loss"]}
+        found.append(case | {"weights_sha256": again["digest"], "undisturbed": whole["digest"]})
     return found
 
 

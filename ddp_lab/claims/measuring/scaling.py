@@ -33,19 +33,10 @@ def measure_scaling(
             settings = [f"epochs={epochs}", f"global_batch_size={batch}"]
             setting.say(f"digits, {mode} scaling, {layout} x {workers}")
             run = train(setting, claim, "digits", layout, workers, settings, ["--reduction", "exact"])
-            result = run.record["result"]
-            rows.append(
-                {
-                    "mode": mode,
-                    "layout": layout,
-                    "count": workers,
-                    "global_batch_size": batch,
-                    "samples_per_second": result["samples_per_second"],
-                    "cpu_utilisation": result["cpu_utilisation"],
-                    "gpu_utilisation": result["gpu_utilisation"],
-                    "weights_sha256": run.record["weights_sha256"],
-                }
-            )
+            row: Row = {"mode": mode, "layout": layout, "count": workers, "global_batch_size": batch}
+            names = ("samples_per_second", "cpu_utilisation", "gpu_utilisation")
+            row |= {name: run.record["result"][name] for name in names}
+            rows.append(row | {"weights_sha256": run.record["weights_sha256"]})
     return rows
 
 
