@@ -119,7 +119,7 @@ def hook(switch: Switch, bucket: dist.GradBucket) -> torch.futures.Future[Tensor
         sent: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
         return sent
     switch.kept.append(buffer)
-    devices = [buffer.device] if buffer.device.type == "cuda" else None
+    devices: Any = [buffer.device] if buffer.device.type == "cuda" else None
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
     future.set_result(buffer)
     return future

@@ -155,7 +155,7 @@ def _train(
     """The loss on a half of the held-out samples after training with this rate."""
     factor, rate, seed = (case[name] for name in ("factor", "rate", "seed"))
     torch.manual_seed(seed)
-    splits = digits(augment=False, test_share=test_share)
+    splits: Any = digits(augment=False, test_share=test_share)
     model = small_cnn(width=width, dropout=0.0)
     loader, order = Loader(splits.train, splits.augmentation, seed), GlobalOrder(len(splits.train), seed)
     steps = samples_per_epoch // (batch * factor)
