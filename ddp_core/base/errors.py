@@ -43,10 +43,6 @@ class UserError(Exception):
         return (type(self), (str(self), int(self.exit_code)))
 
 
-class Finding(UserError):
-    """What a check of all ranks has found: raised on each of them alike, so that all may go on together."""
-
-
 def internal(error: BaseException) -> str:
     """The message for a fault of this program."""
     said = " ".join(str(error).split())

@@ -119,8 +119,10 @@ class ContiguousShares:
         the parameter. No rank asks another: where a gradient is absent on all of them, each sees the same sum.
         """
         parameters = self._gradients.parameters
-        unused = [index for index in sorted(self._hook.absent) if _is_missing(parameters[index].grad)]
-        if unused:
+        absent = ((index, parameters[index].grad) for index in sorted(self._hook.absent))
+        if unused := [
+            index for index, total in absent if total is None or bool(((total == 0) & total.signbit()).all())
+        ]:
             name = self._gradients.names[unused[0]].removeprefix("module.")
             raise RuntimeError(
                 f"backward came by {name} and gave it no gradient in any micro-batch, as a Function of yours does that "
@@ -232,11 +234,6 @@ def _fold_into_bucket(
         fill_(views_of(flat, parameters), [subtree.tensors[position] for position in positions])
         own.append(flat)
     return [*own, buffer]
-
-
-def _is_missing(total: Tensor | None) -> bool:
-    """Whether a sum looks as if there was no gradient to add: -0.0 everywhere."""
-    return total is None or bool(((total == 0) & total.signbit()).all())
 
 
 def _flatten(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ddp_core.base.errors import ExitCode, Finding
+from ddp_core.base.errors import ExitCode
 from ddp_core.distributed.process_group import Collectives
+from ddp_core.trainers.testimony import Finding
 
 
 class DeviceMemory:

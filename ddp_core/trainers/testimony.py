@@ -1,12 +1,18 @@
-"""What a rehearsal or a witness has found, and who is asked for a witness."""
+"""What a check, a rehearsal or a witness has found, and who is asked for a witness."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+from ddp_core.base.errors import UserError
+
 Sums = Mapping[str, str]
 """A checksum for each tensor and each number of the state, by its dotted name."""
+
+
+class Finding(UserError):
+    """What a check of all ranks has found: raised on each of them alike, so that all may go on together."""
 
 
 class Testimony(NamedTuple):

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from ddp_core.base.beneath import read_file
-from ddp_core.base.errors import Finding
 from ddp_core.base.files import replace_file
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.observe.step import StepBatch, StepObserver
@@ -25,7 +24,7 @@ from ddp_core.trainers.job import Job
 from ddp_core.trainers.noting import first_other, named, state_sums
 from ddp_core.trainers.saving import Saving
 from ddp_core.trainers.steps import Steps
-from ddp_core.trainers.testimony import Sums, Testimony
+from ddp_core.trainers.testimony import Finding, Sums, Testimony
 
 NOTED = 2
 """So many steps after a save are noted."""

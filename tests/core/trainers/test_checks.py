@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_core.base.errors import ExitCode, Finding, UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.trainers.checks import Guard
+from ddp_core.trainers.testimony import Finding
 
 
 def guard(on_difference: str) -> tuple[Guard, list[tuple[int, str]]]:
