@@ -1,8 +1,9 @@
 """Which rank opens which files for writing, observed inside the processes of a training run.
 
-Python tells an audit hook (PEP 578) of every `open` and `os.open`. The hook comes into each process of a run by a
-module `sitecustomize` on its search path, which Python imports at start; a process that is forked from another has its
-hook. What libraries open in C alone is not seen, so the files that are there afterwards are compared with those seen.
+Python tells an audit hook (PEP 578) of every `open` and `os.open`, but not in which folder a bare name is opened
+(`dir_fd`), so `os.open` is wrapped, too. Both come into each process of a run by a module `sitecustomize` on its search
+path, which Python imports at start; a process that is forked from another has them. What libraries open in C alone is
+not seen, so the files that are there afterwards are compared with those seen.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ def note(rank, name):
     with open(os.path.join({notes!r}, f"{{os.getpid()}}.jsonl"), "a") as notes:
         notes.write(json.dumps({{"rank": int(rank), "name": name}}) + "\\n")
 
-def hook(event, arguments):
+def see(path, flags):
     rank = os.environ.get("RANK")
-    if event != "open" or rank is None:
+    if rank is None:
         return
-    path, _, flags = arguments
     if (os.getpid(), rank) not in watched:
         watched.add((os.getpid(), rank))
         note(rank, None)
@@ -35,7 +35,13 @@ def hook(event, arguments):
         if os.path.basename(directory) == {folder!r}:
             note(rank, name)
 
-sys.addaudithook(hook)
+def open_in(path, flags, *rest, dir_fd=None, **named):
+    if dir_fd is not None:
+        see(os.path.join(os.readlink(f"/proc/self/fd/{{dir_fd}}"), os.fsdecode(path)), flags)
+    return real(path, flags, *rest, dir_fd=dir_fd, **named)
+
+real, os.open = os.open, open_in
+sys.addaudithook(lambda event, arguments: see(arguments[0], arguments[2]) if event == "open" else None)
 """
 
 
