@@ -61,8 +61,6 @@ class LiveAgent(Agent):
                 self._live.close()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if self._live is not None:
-            self._live.close()
         Path(stop_file(self._reports)).unlink(missing_ok=True)
         rendezvous = cast(LiveRendezvous, worker_group.spec.rdzv_handler)
         self._compared = rendezvous.first
@@ -203,6 +201,8 @@ class LiveAgent(Agent):
         if self._live is not None:
             # Else this node, and the others that start again, would come back to the same list.
             self._live.end("broken")
+            self._live.close()
+            self._live = None  # nobody could be left to the others now: a request to stop ends the wait for the nodes
         super()._restart_workers(worker_group)
 
     def _exit_barrier(self) -> None:
