@@ -285,7 +285,7 @@ def data() -> None:
 @click.argument("name")
 def fetch_(name: str, data_dir: str) -> int:
     """Download the data set NAME, and check it."""
-    from ddp_core.data.vision import fetch_data_set
+    from ddp_core.data.fetch import fetch_data_set
 
     fetch_data_set(name, Path(data_dir))
     return ExitCode.DONE

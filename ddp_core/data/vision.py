@@ -1,24 +1,26 @@
-"""Image data sets that torchvision downloads, checks and reads: downloads happen on request, never during training."""
+"""Image data sets in torchvision's layout on disk, read without torchvision, whose import costs a second per rank.
+
+They are fetched beforehand (`ddp_core.data.fetch`); a missing or damaged file is an error that names the command.
+"""
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable
+import io
+import pickle
+import struct
 from pathlib import Path
-from urllib.error import URLError
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ddp_core.base.errors import UserError, nearest_name
-from ddp_core.base.refusals import is_lack, refused
-from ddp_core.base.torchvision_import import import_torchvision
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data.augment import shift_and_flip
 from ddp_core.data.splits import ByteImages, Splits, content_digest
 
-_CLASSES = {"cifar10": "CIFAR10", "fashion_mnist": "FashionMNIST"}
-"""By the name of a data set its class in torchvision.datasets."""
-_SILENT_SECONDS = 20
+_CLASSES = 10
 
 
 def fashion_mnist(root: Path, augment: bool = True) -> Splits:
@@ -27,7 +29,13 @@ def fashion_mnist(root: Path, augment: bool = True) -> Splits:
     Reads `root/FashionMNIST/raw`. `augment`: random crop with a padding of 2, horizontal flip. Source: Xiao, Rasul,
     Vollgraf (2017). Raises UserError with the fetching command where files are missing or damaged.
     """
-    return _splits("fashion_mnist", root, mean=(0.2860,), deviation=(0.3530,), padding=2 if augment else None)
+    folder = root / "FashionMNIST" / "raw"
+    parts = []
+    for split in ("train", "t10k"):
+        images = _read_idx(folder / f"{split}-images-idx3-ubyte", 3, "fashion_mnist", root)
+        labels = _read_idx(folder / f"{split}-labels-idx1-ubyte", 1, "fashion_mnist", root)
+        parts += _checked(images[:, None], labels, "fashion_mnist", folder, root)
+    return _splits(parts, mean=(0.2860,), deviation=(0.3530,), padding=2 if augment else None)
 
 
 def cifar10(root: Path, augment: bool = True) -> Splits:
@@ -36,68 +44,91 @@ def cifar10(root: Path, augment: bool = True) -> Splits:
     Reads `root/cifar-10-batches-py`. `augment`: random crop with a padding of 4, horizontal flip. Source: Krizhevsky
     (2009). Raises UserError with the fetching command where files are missing or damaged.
     """
-    mean, deviation = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-    return _splits("cifar10", root, mean, deviation, padding=4 if augment else None)
+    folder = root / "cifar-10-batches-py"
+    train = [_read_cifar(folder / f"data_batch_{number}", root) for number in range(1, 6)]
+    test = _read_cifar(folder / "test_batch", root)
+    images, labels = (np.concatenate(column) for column in zip(*train, strict=True))
+    parts = _checked(images, labels, "cifar10", folder, root) + _checked(*test, "cifar10", folder, root)
+    return _splits(
+        parts, mean=(0.4914, 0.4822, 0.4465), deviation=(0.2470, 0.2435, 0.2616), padding=4 if augment else None
+    )
 
 
-def fetch_data_set(name: str, root: Path, report: Callable[[str], object] = print) -> None:
-    """Bring a data set into `root`, ready for training; what is there and whole is not fetched again.
-
-    Raises UserError: (2) for an unknown name, no network or wrong content; (4) where `root` cannot be written.
-    """
-    if name not in _CLASSES:
-        raise UserError(
-            f"no data set {name} to fetch (those that come with the package are there already); "
-            f"{nearest_name(name, _CLASSES)}"
-        )
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_SILENT_SECONDS)  # torchvision gives none, and would wait for a silent server without end
-    try:
-        for train in (True, False):
-            getattr(import_torchvision("datasets"), _CLASSES[name])(root, train=train, download=True)
-    except Exception as error:  # a damaged file can raise anything
-        if is_lack(error) or (isinstance(error, OSError) and not isinstance(error, URLError) and error.filename):
-            raise refused(error, root) from None
-        raise UserError(
-            f"could not fetch {name}: {_in_words(error)}; check the network, remove what is damaged in "
-            f"{root}, and run again: {_fetching(name, root)}"
-        ) from None
-    finally:
-        socket.setdefaulttimeout(before)
-    report(f"{name} is ready in {root}")
-
-
-def _splits(
-    name: str, root: Path, mean: tuple[float, ...], deviation: tuple[float, ...], padding: int | None
-) -> Splits:
-    halves, parts = [], list[Tensor]()
-    try:
-        for train in (True, False):
-            read = getattr(import_torchvision("datasets"), _CLASSES[name])(root, train=train)
-            images, labels = torch.as_tensor(read.data), torch.as_tensor(read.targets)
-            # [n, height, width], or with colours as the last dimension.
-            images = (images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2)).contiguous()
-            halves.append(ByteImages(images, labels, mean, deviation))
-            parts += [images, labels]
-    except Exception as error:  # a damaged file can raise anything
-        if is_lack(error):
-            raise
-        raise UserError(
-            f"data set {name} cannot be read in {root} ({_in_words(error)}); fetch it first: "
-            f"{_fetching(name, root)}, or name the folder that holds it with --data-dir DIR"
-        ) from None
+def _splits(parts: list[Tensor], mean: tuple[float, ...], deviation: tuple[float, ...], padding: int | None) -> Splits:
+    """Make splits of [training images, training labels, test images, test labels]."""
     return Splits(
-        train=halves[0],
-        test=halves[1],
-        classes=10,
+        train=ByteImages(parts[0], parts[1], mean, deviation),
+        test=ByteImages(parts[2], parts[3], mean, deviation),
+        classes=_CLASSES,
         augmentation=None if padding is None else shift_and_flip(padding, flip=True),
         digest=content_digest(*parts),
     )
 
 
-def _in_words(error: Exception) -> str:
-    return " ".join(str(error).split()).partition(". You can use download=True")[0] or type(error).__name__
+def _checked(images: NDArray[np.uint8], labels: NDArray[Any], name: str, folder: Path, root: Path) -> list[Tensor]:
+    """Images and labels as tensors. Raises UserError where they do not fit together."""
+    if len(images) != len(labels):
+        _unusable(name, folder, f"{len(images)} images but {len(labels)} labels", root)
+    if len(labels) == 0 or int(labels.min()) < 0 or int(labels.max()) >= _CLASSES:
+        _unusable(name, folder, f"labels are not numbers from 0 to {_CLASSES - 1}", root)
+    return [torch.from_numpy(images.copy()), torch.from_numpy(labels.astype(np.int64))]
 
 
-def _fetching(name: str, root: Path) -> str:
-    return f"ddp data fetch {name} --data-dir {root}"
+def _read(path: Path, name: str, root: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        _unusable(name, path, "not there", root)
+    except OSError as error:
+        raise UserError(f"data set {name}: {path} cannot be read: {error.strerror}", ExitCode.RESOURCES) from None
+
+
+def _read_idx(path: Path, dimensions: int, name: str, root: Path) -> NDArray[np.uint8]:
+    """The array in a file of the idx format.
+
+    0, 0, type 8 (bytes), number of dimensions, their sizes as big-endian 32 bits, then the bytes.
+    """
+    content = _read(path, name, root)
+    header = 4 + 4 * dimensions
+    if len(content) < header or content[:4] != bytes((0, 0, 8, dimensions)):
+        _unusable(name, path, "not an idx file, or cut off", root)
+    shape = struct.unpack(f">{dimensions}I", content[4:header])
+    expected = int(np.prod(shape, dtype=np.int64))
+    if len(content) != header + expected:
+        _unusable(name, path, f"{len(content) - header:,} bytes of data instead of {expected:,}", root)
+    return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape)
+
+
+def _read_cifar(path: Path, root: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Images and labels of a batch file: a pickled dictionary of `data`, bytes [n, 3072] by channel, and `labels`."""
+    content = _read(path, "cifar10", root)
+    try:
+        entries = _ArraysOnly(io.BytesIO(content), encoding="latin1").load()
+        images = np.asarray(entries["data"], dtype=np.uint8).reshape(-1, 3, 32, 32)
+        return images, np.asarray(entries["labels"], dtype=np.int64)
+    except Exception as error:  # a damaged pickle can raise anything
+        _unusable("cifar10", path, f"not a batch file, or cut off ({type(error).__name__})", root)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Reads pickles of numpy arrays and refuses everything else, because a pickle can run any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module.replace("numpy._core", "numpy.core"), name) in {
+            ("numpy.core.multiarray", "_reconstruct"),
+            ("numpy.core.numeric", "_frombuffer"),
+            ("numpy", "ndarray"),
+            ("numpy", "dtype"),
+            ("_codecs", "encode"),
+        }:
+            return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+        raise pickle.UnpicklingError(f"the file asks for {module}.{name}; data files may hold arrays only")
+
+
+def _unusable(name: str, path: Path, reason: str, root: Path) -> NoReturn:
+    from ddp_core.data.fetch import fetch_command  # it imports the network's modules, which no run needs
+
+    raise UserError(
+        f"data set {name}: {path}: {reason}; fetch it first: {fetch_command(name, root)}, or name the folder that "
+        "holds it with --data-dir DIR"
+    )
