@@ -16,7 +16,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     "yaml": {"yaml": "pyyaml"},
     "tensorboard": {"tensorboard": "tensorboard"},
     "lab": {"ddp_lab": "samebits-lab"},
-    "report": {"matplotlib": "matplotlib"},
+    "report": {"jinja2": "jinja2", "matplotlib": "matplotlib"},
     "cluster": {"docker": "docker"},
 }
 """By extra, the modules that are asked for, each with the package that brings it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -127,7 +128,8 @@ def _follow(words: list[str], variables: Mapping[str, str]) -> tuple[int, Iterab
     def pass_on() -> None:
         # A signal may interrupt this function anywhere; each is sent once all the same.
         while started and waiting:
-            started[0].send_signal(waiting.pop())
+            with contextlib.suppress(IndexError):
+                started[0].send_signal(waiting.pop())
 
     # Python delivers signals to its main thread alone, and lets no other thread handle them.
     is_main = threading.current_thread() is threading.main_thread()

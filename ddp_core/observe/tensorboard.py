@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-from torch.utils.tensorboard.writer import SummaryWriter
+from typing import TYPE_CHECKING, Any
 
 from ddp_core.base.beneath import make_folder_beneath
 from ddp_core.config.records import dotted
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
 
 
 class TensorBoard:
@@ -28,7 +29,7 @@ class TensorBoard:
         self._writer: SummaryWriter | None = None
         with self._or_left_out():
             make_folder_beneath(self._folder)
-            self._writer = SummaryWriter(str(self._folder))
+            self._writer = self._begun()
 
     def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """Keep the numbers of a record of metrics.jsonl. Steps after a `resume` record's step will be told again."""
@@ -38,7 +39,7 @@ class TensorBoard:
             if kind == "resume":
                 # A writer that begins with this step makes TensorBoard drop the later steps of the attempts before.
                 self._writer.close()
-                self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
+                self._writer = self._begun(purge_step=step + 1)
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
 
@@ -56,6 +57,12 @@ class TensorBoard:
         if self._writer is not None:
             with self._or_left_out():
                 self._writer.close()
+
+    def _begun(self, purge_step: int | None = None) -> SummaryWriter:
+        # A broken installation fails here.
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        return SummaryWriter(str(self._folder), purge_step=purge_step)
 
     @contextlib.contextmanager
     def _or_left_out(self) -> Iterator[None]:

@@ -1,8 +1,7 @@
 """The chaos drill: break a running cluster on purpose, and prove that nothing was lost.
 
-`python -m ddp_lab.chaos` trains `digits` in exact mode on three nodes while a drill (drills/*.yaml) kills, pauses,
-cuts off and starves them, and judges the end: the same weights as an undisturbed run, each sample once per epoch,
-nothing left running.
+`ddp chaos` trains `digits` in exact mode on three nodes while a drill (drills/*.yaml) kills, pauses, cuts off and
+starves them, and judges the end: the same weights as an undisturbed run, nothing left running.
 """
 
 from __future__ import annotations

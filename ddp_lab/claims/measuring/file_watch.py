@@ -36,7 +36,7 @@ def see(path, flags):
             note(rank, name)
 
 def open_in(path, flags, *rest, dir_fd=None, **named):
-    if dir_fd is not None:
+    if dir_fd is not None and os.path.isdir("/proc/self/fd"):
         see(os.path.join(os.readlink(f"/proc/self/fd/{{dir_fd}}"), os.fsdecode(path)), flags)
     return real(path, flags, *rest, dir_fd=dir_fd, **named)
 
