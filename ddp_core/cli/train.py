@@ -87,7 +87,7 @@ def carry_out(
             meeting = Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id, is_host)
             request = with_recovery(request, meeting.max_nodes)
             if request.options.recovery == "live":
-                from ddp_core.live import launch_live
+                from ddp_core.live.launch import launch_live
 
                 return launch_live(request, meeting)
             return launch(request, meeting, worker_main)

@@ -31,7 +31,7 @@ _SHARED = "ranks that share a GPU"
 _LOOKING_SECONDS = 0.0005
 """Between two looks at a device that has not finished."""
 _ASKING_SECONDS = 0.25
-"""Between two looks whether the others have gone on without this rank; no handler of a signal runs for longer."""
+"""Between two looks whether the others have gone on without this rank. A signal's handler waits as long at most."""
 _ABORTING_SECONDS = 5.0
 
 
@@ -47,7 +47,7 @@ class Collectives:
     def is_left_behind(self) -> bool:
         """Whether the others go on in another group, as one of them was lost; asked while this rank waits for others.
 
-        Never here: what this and the next methods do else, where a loss does not end all, is in `ddp_core.live`.
+        Never here. Where a loss does not end all, `ddp_core.live` overrides this and the four methods that follow.
         """
         return False
 
@@ -186,10 +186,11 @@ def process_group(
     One process needs no group, unless it wraps its model in DistributedDataParallel all the same: `even_alone`.
     `backend`: see `agreed_backend`. `timeout`, in seconds, limits every wait. `kind`: makes the collectives.
 
-    TORCH_NCCL_ASYNC_ERROR_HANDLING keeps its default, 3: NCCL's watchdog ends a process whose collective has failed,
-    the last resort for a rank that cannot be woken in another way. Its other values would let such a rank go on with
-    wrong gradients (2) or wait for ever (0). The watchdog first waits for a minute (four times
-    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC), in which the rank says what happened: see `Collectives.await_event`.
+    TORCH_NCCL_ASYNC_ERROR_HANDLING keeps its default, 3 (`LiveCollectives` has another): NCCL's watchdog ends a
+    process whose collective has failed, the last resort for a rank that cannot be woken in another way. Its other
+    values would let such a rank go on with wrong gradients (2) or wait for ever (0). The watchdog first waits for a
+    minute (four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC), in which the rank says what happened: see
+    `Collectives.await_event`.
 
     Raises UserError where a peer is missing, a rank is taken twice, the network interface does not exist, or nccl was
     asked for where ranks share a GPU.

@@ -10,7 +10,7 @@
 | TORCHELASTIC_RUN_ID | torchrun | launch_id: the same for all workers and restarts of one launch |
 | TORCHELASTIC_RESTART_COUNT | torchrun | restart_count: 0 at first; nodes of one round may differ later |
 | DDP_REPORT_DIR | `ddp train` | report_dir: where a worker writes how it ended, for the launcher to print it once |
-| DDP_MEMBER | `ddp train --recovery live` | member: the name of this process, which no other one has had |
+| DDP_MEMBER | `ddp train` with live recovery | member: the name of this process, which no other one has had |
 | DDP_MEMBERS_AT | the same | members_at: HOST:PORT/PREFIX, the part of a store that has the list of members |
 
 Where RANK and WORLD_SIZE are not set, launchers.py translates what SLURM, MPI and others set in their place.
@@ -60,9 +60,9 @@ class World:
     """None where a loss ends all processes."""
     members_at: str | None = None
     membership: int | None = None
-    """The number of the membership that the ranks belong to; None where a loss ends all."""
+    """The number of the membership that the ranks belong to; None before there is one, and where a loss ends all."""
     started_as: int | None = None
-    """The local rank that this process was started with, where it has another one now."""
+    """The local rank that this process was started with, where its local rank may change; else None."""
 
     @property
     def is_first(self) -> bool:

@@ -4,7 +4,7 @@ What a first forward makes is made before anything looks at the parameters: a la
 until it has seen a batch, and the optimizer needs them (`make_real`); a table, such as a rotary embedding's sines, is
 kept in a buffer that the first forward fills, which changes a buffer and yet makes nothing that depends on the layout
 (`fill_tables`). Every rank of every layout runs the same forwards on the same samples, in evaluation mode, and the
-random numbers that come afterwards are as if it had not. Then ranks compare what they have built (`lines_about`).
+random numbers that come afterwards are as if it had not. Then ranks compare what they have built, by `lines_about`.
 """
 
 from __future__ import annotations

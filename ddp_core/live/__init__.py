@@ -1,9 +1,5 @@
 """Live recovery: where a rank or a node is lost, the others go on in these processes, and lose no finished step.
 
 The way of a launch and of a worker is that of `ddp_core.launch` and `ddp_core.run`; here is what a live recovery does
-otherwise. membership.py is its protocol, in pure functions. Nothing outside but `ddp train --recovery live` loads this.
+otherwise. membership.py is its protocol, in pure functions. Only a launch that has a live recovery loads this room.
 """
-
-from ddp_core.live.launch import launch_live
-
-__all__ = ["launch_live"]

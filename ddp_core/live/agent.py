@@ -202,7 +202,10 @@ class LiveAgent(Agent):
             # Else this node, and the others that start again, would come back to the same list.
             self._live.end("broken")
             self._live.close()
-            self._live = None  # nobody could be left to the others now: a request to stop ends the wait for the nodes
+            self._live = None
+        # All start again, so nobody can be left to the others: a request to stop counts now, and while they meet.
+        if self._leaves_on is not None:
+            self._leave_on(self._leaves_on)
         super()._restart_workers(worker_group)
 
     def _exit_barrier(self) -> None:

@@ -104,7 +104,7 @@ def facts_of(request: Request) -> dict[str, str]:
         "layout": request.layout.label,
         "reduction": request.options.reduction,
         "numerics": request.options.numerics,
-        **({} if request.evaluated is None else {"step to evaluate": str(request.evaluated.step)}),
+        "step to evaluate": "none" if request.evaluated is None else str(request.evaluated.step),
     }
 
 

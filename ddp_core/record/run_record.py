@@ -53,7 +53,7 @@ class Origin:
     source: Source
     data: DataDigest
     fingerprint: Mapping[str, Any]
-    """That of all ranks."""
+    """What the bits depend on, on all ranks."""
     weights: InitialWeights | None = None
     """The initial weights; None for random ones, drawn from the experiment's seed."""
     fork: Fork | None = None
@@ -67,7 +67,7 @@ class Begun:
     attempt: int = 0
     """The number of this attempt."""
     token: int = 0
-    """That of rank 0's fence."""
+    """The token of rank 0's fence."""
     kept_every: int | None = None
     """The steps from one state that is kept for an audit to the next; None where none is."""
 

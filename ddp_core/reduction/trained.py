@@ -15,6 +15,7 @@ class TrainedParameters:
         self._all = list(module.parameters())
         self._flags = [parameter.requires_grad for parameter in self._all]
         self.parameters = [parameter for parameter in self._all if parameter.requires_grad]
+        """Those that are trained."""
 
     def changes(self) -> dict[str, bool]:
         """The parameters whose flag is another by now, with what it is."""

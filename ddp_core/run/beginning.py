@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ddp_core.base.determinism import choose_kernels
 from ddp_core.base.fingerprint import fingerprint, of_all_ranks
@@ -31,7 +32,7 @@ from ddp_core.observe.usage import Usage
 from ddp_core.record.data import agreed_digest, digest_data, has_files_to_read, read_on_each_node
 from ddp_core.record.environment import facts_of
 from ddp_core.record.guarded import not_promised
-from ddp_core.run.facts import Facts
+from ddp_core.run.facts import Facts, facts_of_all
 from ddp_core.run.resuming import ChosenRun
 from ddp_core.sharding import Sharding
 from ddp_core.trainers.train_state import score_of
@@ -132,26 +133,19 @@ def _build_the_same(
     Raises UserError on every rank where the ranks have another version of ddp_core, request, code, model or data.
     """
     check_promise(request)
-    is_known = prepared.source is not None
-    splits = prepared.splits
-    if request.is_miniature:
-        built = build_splits(request.loaded, Path(request.options.data_dir))
-        splits = replace(built, most=request.loaded.experiment.samples_in_miniature(len(built.train)))
-    parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device, splits)
-    parts = replace(parts, metrics=_own_metrics(request, parts, collectives.device, is_known))
-    # All modules of the user are imported by now.
-    source = prepared.source or collect(request.loaded)
-    # Files may take minutes to read, which a run that is only tried does not have.
-    splits = replace(parts.splits, files=()) if request.is_tried and not request.is_witness else parts.splits
-    started = time.monotonic()
-    digest = prepared.digest or (None if has_files_to_read(splits) else digest_items(splits))
-    everyones = Facts(
-        {**facts_of(request), **source.files},
-        lines_about(parts.model),
-        None if digest is None else digest.without_parts(),
-        fingerprint(collectives.device, rules_of(request.options.numerics)),
-    ).of_all(collectives)
-    digests = [facts.data for facts in everyones]
+    started, named = time.monotonic(), facts_of(request)
+    try:
+        parts, source, splits = _built(request, collectives.device, prepared)
+        digest = prepared.digest or (None if has_files_to_read(splits) else digest_items(splits))
+    except Exception:
+        # The others may have been started with something else, which explains it; that they are gone does not.
+        with suppress(dist.DistError, RuntimeError):
+            facts_of_all(collectives, Facts(named))
+        raise
+    own = fingerprint(collectives.device, rules_of(request.options.numerics))
+    facts = Facts({**named, **source.files}, lines_about(parts.model), digest, own)
+    everyones = facts_of_all(collectives, facts)
+    digests = [each.data for each in everyones]
     if None in digests:
         digest, digests = read_on_each_node(splits.files, collectives, digest)
     data = agreed_digest(digest, digests, collectives)
@@ -164,7 +158,23 @@ def _build_the_same(
         seconds = time.monotonic() - started
         console.say(f"data: digested {data.digest_of} in {seconds:.1f} s, as the builder gives no digest")
     prepared.splits, prepared.digest, prepared.source = parts.splits, data, source
-    return parts, source, data, of_all_ranks([facts.fingerprint for facts in everyones])
+    return parts, source, data, of_all_ranks([each.fingerprint or own for each in everyones])
+
+
+def _built(request: Request, device: torch.device, prepared: Prepared) -> tuple[BuiltExperiment, Source, Splits]:
+    """All parts, the user's code, and the data to digest."""
+    is_known = prepared.source is not None
+    splits = prepared.splits
+    if request.is_miniature:
+        built = build_splits(request.loaded, Path(request.options.data_dir))
+        splits = replace(built, most=request.loaded.experiment.samples_in_miniature(len(built.train)))
+    parts = build_parts(request.loaded, Path(request.options.data_dir), device, splits)
+    parts = replace(parts, metrics=_own_metrics(request, parts, device, is_known))
+    # All modules of the user are imported by now.
+    source = prepared.source or collect(request.loaded)
+    # Files may take minutes to read, which a run that is only tried does not have.
+    is_short = request.is_tried and not request.is_witness
+    return parts, source, replace(parts.splits, files=()) if is_short else parts.splits
 
 
 def _own_metrics(request: Request, parts: BuiltExperiment, device: torch.device, is_known: bool) -> OwnMetrics | None:

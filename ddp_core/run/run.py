@@ -181,11 +181,6 @@ class _Start:
     held: HeldState | None
     checkpoint: Checkpoint | None
 
-    @property
-    def step(self) -> int:
-        """The steps that were done before."""
-        return self.checkpoint.step if self.checkpoint is not None else self.held.at.step if self.held else 0
-
 
 def _choose_start(beginning: Beginning, record: RunRecord, recovery: Recovery) -> _Start:
     """The newest state that there is; at step 0 the model gets the weights that the run begins with."""

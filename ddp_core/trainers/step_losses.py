@@ -128,7 +128,7 @@ class StepLosses:
         """On CUDA, wait until the device is done with the step before, so that the host runs one step ahead.
 
         That keeps the device busy. A request to stop, or a lost peer, would otherwise be met only after all steps that
-        the host has asked for since it last read the losses.
+        the host has asked for since it last read the losses. In a live recovery it does not run ahead.
         """
         if self._collectives.device.type != "cuda":
             return

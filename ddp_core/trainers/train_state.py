@@ -90,7 +90,7 @@ class TrainState:
     ownership: Ownership = field(init=False)
     """What this process has of weights and optimizer state: all of both, until they are cut."""
     _newest_evaluation: tuple[int, bool] = field(init=False, default=(-1, False))
-    """The step after which it was made here, and whether it is the best so far; not saved."""
+    """The step after which an evaluation was made here, and whether it is the best so far; not saved."""
     _mark: _Mark = field(init=False, default_factory=_Mark)
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class TrainState:
 
     @property
     def is_best(self) -> bool:
-        """Whether one was, and its figures are the best so far."""
+        """Whether an evaluation was made after the newest step, and its figures are the best so far."""
         return self._newest_evaluation == (self.step, True)
 
     def state_dict(self, in_parts: bool = False) -> dict[str, Any]:

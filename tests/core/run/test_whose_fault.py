@@ -63,6 +63,13 @@ class Net(nn.Module):
 def model():
     return Net()
 """
+ONE_WITHOUT = """
+def model():
+    import os
+    if os.environ.get("RANK") == "1":
+        raise ValueError("no licence here")
+    return nn.Linear(4, 3)
+"""
 LABEL = """
 def label(index):
     return 7 if index in (5, 21) else index % 3
@@ -98,8 +105,9 @@ def end_of(text: str, mode: str, folder: Path) -> tuple[Ended, str]:
             "after step 4 parameter bias is not the same on all ranks (differs: 0, 1 of 2), so this step is not saved",
         ),
         (OTHER_WIDTH, "rank 1 has built another model than rank 0: weight [4, 4] float32, where rank 0 has weight [3"),
+        (ONE_WITHOUT, "ValueError: no licence here"),
     ],
-    ids=["other weights", "other width"],
+    ids=["other weights", "other width", "one without"],
 )
 def test_ranks_that_differ_are_the_users_to_mend(text: str, said: str, tmp_path: Path) -> None:
     _, line = end_of(text, "torchrun", tmp_path)
