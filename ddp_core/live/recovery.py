@@ -127,8 +127,8 @@ class LiveRecovery(Recovery):
         if self._is_leaving and self._is_built:
             self._held = HeldState.of(trainer)
 
-    def newest(self, collectives: Collectives, directory: RunDirectory) -> HeldState | None:
-        """Give every rank the newest state that one of them holds; None where a checkpoint has a newer one.
+    def holds_newest(self, collectives: Collectives, directory: RunDirectory) -> bool:
+        """Give every rank the newest state that one of them holds; False where a checkpoint has a newer one.
 
         A rank that is behind keeps its own until it has received all of the other one.
         """
@@ -140,25 +140,26 @@ class LiveRecovery(Recovery):
         saved = by_rank_0(collectives, _saved_step, directory, -1 if newest is None else newest.step)
         if holder is None or newest is None or goes_back_to_checkpoint(newest, saved):
             self._held, self._trained_with = None, self._member.members
-            return None
+            return False
         if any(each is None or each.step < newest.step for each in at):
             received = collectives.broadcast(mine if collectives.world.rank == holder else None, source=holder)
             mine = mine if mine is not None and mine.at.step == newest.step else received
         assert mine is not None
         offers = [each for each in offered if each is not None]
         self._held = mine.at_position(next(each for each in offers if each.at == newest), saved or 0, offers)
-        return self._held
+        return True
 
-    def same(self, callbacks: Sequence[Callback], held: HeldState | None) -> Sequence[Callback]:
+    def same(self, callbacks: Sequence[Callback]) -> Sequence[Callback]:
         """The callbacks of the groups before, where this process goes on from a held state; else these new ones."""
-        if held is None or self._callbacks is None:
+        if self._held is None or self._callbacks is None:
             self._callbacks = callbacks
         return self._callbacks
 
-    def go_on(self, held: HeldState, trainer: Trainer) -> None:
+    def go_on(self, trainer: Trainer) -> None:
         """Let the trainer go on from the newest state, and say so (rank 0)."""
+        held, self._held = self._held, None  # these weights are given up as soon as the trainer has copied them
+        assert held is not None
         held.give_to(trainer)
-        self._held = None
         job, step = trainer.job, held.at.step
         change = Change.between(self._trained_with, self._member.members, self._member.leaving)
         self._trained_with = self._member.members

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,9 +16,6 @@ from ddp_core.observe.callback import Callback
 from ddp_core.record.directory import RunDirectory
 from ddp_core.run.beginning import Prepared
 from ddp_core.trainers import Trainer
-
-if TYPE_CHECKING:
-    from ddp_core.live.held import HeldState
 
 
 class Recovery:
@@ -55,11 +51,11 @@ class Recovery:
     def require_told_once(self, parts: BuiltExperiment) -> None:
         """Raises UserError (2) where this experiment cannot be recovered so."""
 
-    def newest(self, collectives: Collectives, directory: RunDirectory) -> HeldState | None:
-        """Give every rank the newest state that one of them holds; None where a checkpoint has a newer one."""
-        return None
+    def holds_newest(self, collectives: Collectives, directory: RunDirectory) -> bool:
+        """Give every rank the newest state that one of them holds; False where a checkpoint has a newer one."""
+        return False
 
-    def same(self, callbacks: Sequence[Callback], held: HeldState | None) -> Sequence[Callback]:
+    def same(self, callbacks: Sequence[Callback]) -> Sequence[Callback]:
         """The callbacks to go on with."""
         return callbacks
 
@@ -69,5 +65,5 @@ class Recovery:
     def hold(self, trainer: Trainer) -> None:
         """Called when the trainer is closed."""
 
-    def go_on(self, held: HeldState, trainer: Trainer) -> None:
-        """Let the trainer go on from a state that was held."""
+    def go_on(self, trainer: Trainer) -> None:
+        """Let the trainer go on from the state that was held."""

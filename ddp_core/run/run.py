@@ -5,10 +5,9 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddp_core.base.determinism import has_tf32, use_chosen_threads
 from ddp_core.base.ending import said_by
@@ -42,9 +41,6 @@ from ddp_core.run.resuming import (
     resume,
 )
 from ddp_core.trainers import Trainer, build_trainer
-
-if TYPE_CHECKING:
-    from ddp_core.live.held import HeldState
 
 
 @said_by("ddp")
@@ -141,8 +137,8 @@ def _train(request: Request, world: World, stop: StopRequest, listen: Callable[[
         record = stack.enter_context(_open(request, world, beginning, prepared))
         metrics = stack.enter_context(metrics_of(record, beginning.console))
         with record.outcome(), recovery.leaving():
-            start = _choose_start(beginning, record, recovery)
-            callbacks = recovery.same(beginning.parts.callbacks, start.held)
+            is_held, checkpoint = _choose_start(beginning, record, recovery)
+            callbacks = recovery.same(beginning.parts.callbacks)
             beginning = beginning._replace(parts=replace(beginning.parts, callbacks=callbacks))
             heartbeat = Heartbeat(record.directory.path, world, record.usage)
             with ExitStack() as training:
@@ -152,7 +148,11 @@ def _train(request: Request, world: World, stop: StopRequest, listen: Callable[[
                 stack.callback(recovery.hold, trainer)  # called when the trainer is closed
                 stack.enter_context(closing(trainer))
                 recovery.await_built(job.collectives)
-                _bring_to(start, trainer, record, recovery)
+                _tell(record, trainer)
+                if is_held:
+                    recovery.go_on(trainer)
+                else:
+                    _bring_to(checkpoint, trainer, record)
                 record.usage.start()
                 trainer.train()
             record.finish(trainer, heartbeat.speed())
@@ -174,28 +174,33 @@ def _open(request: Request, world: World, beginning: Beginning, prepared: Prepar
         yield record
 
 
-@dataclass
-class _Start:
-    """Where a training starts: with the state that a rank holds, with a checkpoint, or at step 0."""
+def _choose_start(beginning: Beginning, record: RunRecord, recovery: Recovery) -> tuple[bool, Checkpoint | None]:
+    """Whether this goes on from a state that ranks hold, else the newest checkpoint.
 
-    held: HeldState | None
-    checkpoint: Checkpoint | None
-
-
-def _choose_start(beginning: Beginning, record: RunRecord, recovery: Recovery) -> _Start:
-    """The newest state that there is; at step 0 the model gets the weights that the run begins with."""
+    Without either, the model gets the weights that the run begins with.
+    """
     collectives, directory = beginning.collectives, record.directory
-    held = recovery.newest(collectives, directory)
-    checkpoint = choose_checkpoint(collectives, directory, beginning.console) if held is None else None
-    if record.origin.weights is not None and checkpoint is None and held is None:
+    is_held = recovery.holds_newest(collectives, directory)
+    checkpoint = None if is_held else choose_checkpoint(collectives, directory, beginning.console)
+    if record.origin.weights is not None and checkpoint is None and not is_held:
         from ddp_core.record.initial_weights import put_weights
 
         put_weights(beginning.parts.model, record.origin.weights)
-    return _Start(held, checkpoint)
+    return is_held, checkpoint
 
 
-def _bring_to(start: _Start, trainer: Trainer, record: RunRecord, recovery: Recovery) -> None:
-    """Let the record know the trainer, and give this the state with which it starts."""
+def _bring_to(checkpoint: Checkpoint | None, trainer: Trainer, record: RunRecord) -> None:
+    """Say what begins, and load the checkpoint; without one, try the loss."""
+    _announce(trainer, record.directory)
+    resume(trainer, checkpoint, record.directory, record.notes)
+    if checkpoint is None and trainer.job.parts.loss not in LOSSES.values():
+        from ddp_core.trainers.trial import check_loss
+
+        check_loss(trainer)
+
+
+def _tell(record: RunRecord, trainer: Trainer) -> None:
+    """Let the record know the trainer, and the guard what a rehearsal has found."""
     record.state, record.guard = trainer.state, trainer.guard.figures
     if record.request.rehearsed is not None:
         said, differs = record.request.rehearsed
@@ -203,16 +208,6 @@ def _bring_to(start: _Start, trainer: Trainer, record: RunRecord, recovery: Reco
         if differs:
             record.mark_broken(0, said)
             trainer.guard.is_broken = True
-    held, start.held = start.held, None  # these weights are to be given up as soon as the trainer has copied them
-    if held is not None:
-        recovery.go_on(held, trainer)
-        return
-    _announce(trainer, record.directory)
-    resume(trainer, start.checkpoint, record.directory, record.notes)
-    if start.checkpoint is None and trainer.job.parts.loss not in LOSSES.values():
-        from ddp_core.trainers.trial import check_loss
-
-        check_loss(trainer)
 
 
 def _announce(trainer: Trainer, directory: RunDirectory) -> None:
