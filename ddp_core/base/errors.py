@@ -43,10 +43,20 @@ class UserError(Exception):
         return (type(self), (str(self), int(self.exit_code)))
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of the error's message, for libraries that put a trace or advice behind it."""
+    return str(error).strip().partition("\n")[0]
+
+
+def one_line(error: BaseException) -> str:
+    """The error's whole message in one line."""
+    return " ".join(str(error).split())
+
+
 def internal(error: BaseException) -> str:
     """The message for a fault of this program."""
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said}; this is a fault of ddp itself: please report it with the lines above"
+    fault = "this is a fault of ddp itself: please report it with the lines above"
+    return f"{type(error).__name__}: {one_line(error)}; {fault}"
 
 
 def in_words(exit_code: int, message: str) -> str:

@@ -15,7 +15,7 @@ import traceback
 from io import UnsupportedOperation
 from pathlib import Path
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError, one_line
 from ddp_core.base.files import target_of
 from ddp_core.base.user_code import users
 
@@ -117,7 +117,7 @@ def _starts_process(error: OSError) -> bool:
 
 
 def _in_words(error: BaseException, number: int, path: Path | None, needed: int, todo: str | None) -> str:
-    text = " ".join(str(error).split())
+    text = one_line(error)
     reason = (error.strerror if isinstance(error, OSError) else None) or text
     verb, filename = "write", getattr(error, "filename", None)
     if path is None and isinstance(filename, str | bytes):

@@ -18,7 +18,7 @@ from functools import wraps
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-from ddp_core.base.errors import UserError
+from ddp_core.base.errors import UserError, one_line
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -88,7 +88,7 @@ def left_early(error: BaseException, what: str) -> LeftEarly:
     """The exception in the place of one that `is_way_out`; `what` names the user's function that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    words = " ".join(str(error).split())
+    words = one_line(error)
     early = LeftEarly(
         f"{what} left{place} by {type(error).__name__}{f': {words}' if words else ''}, so training is not finished; "
         f"{INSTEAD}"

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from ddp_core.base.determinism import one_thread
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError, one_line
 from ddp_core.base.process import die_with_parent
 from ddp_core.base.refusals import MORE_SHARED_MEMORY, human_bytes, refusal, require_open_files
 from ddp_core.base.torch_internals import end_loader_workers
@@ -169,7 +169,7 @@ def _packed(step: object) -> bytes:
     try:
         return bytes(ForkingPickler.dumps(step))
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise refusal(error) or UserError(
             f"your data set returns what a loader process cannot send ({type(error).__name__}: {reason}); let it "
             "return tensors without a gradient's history, arrays and plain values, or use --workers 0"

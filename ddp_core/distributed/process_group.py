@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError, first_line
 from ddp_core.base.torch_internals import abort_process_groups, nccl_failure
 from ddp_core.distributed.addresses import address_served, gloo_towards, listen_at, store_on
 from ddp_core.distributed.world import World
@@ -218,7 +218,7 @@ def process_group(
                 )
         except dist.DistError as error:
             raise UserError(
-                f"{world.place}: the process group did not start: {_first_line(error)}", ExitCode.PEERS_LOST
+                f"{world.place}: the process group did not start: {first_line(error)}", ExitCode.PEERS_LOST
             ) from None
         try:
             with collectives.abandoned_on_error():
@@ -281,7 +281,7 @@ def _meet(collectives: Collectives, timeout: float) -> dist.Store:
         why = "cannot be served" if world.serves_store else "is unreachable"
         raise UserError(
             f"{world.place}: no process group at {world.members_at or f'{address}:{port}'} within {timeout:.0f} s, "
-            f"its store {why} ({_first_line(error)})",
+            f"its store {why} ({first_line(error)})",
             ExitCode.PEERS_LOST,
         ) from None
     store.set_timeout(timedelta(seconds=timeout))
@@ -324,7 +324,3 @@ def _absent(store: dist.Store, names: list[str]) -> str:
     except dist.DistError:
         return "some ranks"  # rank 0 has already ended, and so has its store
     return f"rank {', '.join(missing)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

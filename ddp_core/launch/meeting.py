@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError, first_line
 from ddp_core.distributed.addresses import address_served, address_towards, listen_at, names_loopback, store_on
 from ddp_core.distributed.reports import tell_user
 from ddp_core.distributed.world import free_port
@@ -64,7 +64,7 @@ class RendezvousLost(UserError):
     """The store that the nodes meet at is gone; another launch may find it again."""
 
     def __init__(self, endpoint: str | None, error: BaseException) -> None:
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         super().__init__(f"the rendezvous at {endpoint} is lost ({reason})", ExitCode.PEERS_LOST)
 
 

@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError, first_line
 from ddp_core.distributed.addresses import listen_at, store_on
 
 _START_SECONDS = 30
@@ -39,7 +39,7 @@ def serve(port: int, bind: str | None = None) -> int:
     try:
         store = store_on(listening, _START_SECONDS)
     except DistError as error:
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         raise UserError(
             f"the store at port {port} did not start within {_START_SECONDS} s ({reason}); look at --port, at this "
             "machine's firewall, and whether its name servers answer",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.digests import weights_digest
-from ddp_core.base.errors import UserError
+from ddp_core.base.errors import UserError, first_line
 from ddp_core.base.files import is_there, make_directory, sync
 from ddp_core.base.refusals import refusal, refused
 from ddp_core.record.places import Place
@@ -100,7 +100,7 @@ def save(file: Path, to: str, state: Mapping[str, Tensor], metadata: Mapping[str
     except Exception as error:
         if (known := refusal(error)) is not None:
             raise known from error
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise UserError(
             f"--to {to} cannot hold these weights ({type(error).__name__}: {reason}); --to torch holds any"
         ) from error

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.digests import weights_digest
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError, first_line
 from ddp_core.base.files import is_file, is_there
 from ddp_core.base.shown import shown
 from ddp_core.checkpoint import is_part, load, oversized, read_checkpoint
@@ -43,7 +43,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except OSError as error:
         raise UserError(f"weights file {path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # a damaged file can raise anything
-        reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+        reason = first_line(error).partition(". ")[0]
         raise UserError(
             f"{path} holds no weights ({type(error).__name__}: {reason}); "
             "a .safetensors file, or a state dict saved with torch.save, is needed"

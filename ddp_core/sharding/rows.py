@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ddp_core.base.errors import first_line
 from ddp_core.base.torch_internals import forget_that_it_is_cut, gathered_together, sent_together
 from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction import ExactReduction
@@ -204,7 +205,7 @@ def _wrapped(
             part.unshard()
             part.reshard()
     except (ValueError, NotImplementedError, AssertionError) as error:
-        raise refusal(str(error).partition("\n")[0]) from error
+        raise refusal(first_line(error)) from error
     forget_that_it_is_cut(module)
     if blocks and group.size() > 1:
         BlockCalls(module, blocks, group, device)

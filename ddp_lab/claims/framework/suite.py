@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_core.base.documents import BadDocument, json_text, read_document
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError, first_line
 from ddp_core.base.files import replace_file
 from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim, Measurements
 from ddp_lab.claims.framework.provenance import rule_commit
@@ -101,7 +101,7 @@ def measure_one(
         judgement = known.judge(measurements)
     except Exception as error:
         trace.write_text(traceback.format_exc())
-        problem = str(error).strip().partition("\n")[0]
+        problem = first_line(error)
         problem = problem if isinstance(error, UserError) else f"{type(error).__name__}: {problem}"
         step = "measurement" if measurements is None else "judgement"
         judgement = Judgement("inconclusive", f"the {step} failed: {problem}")

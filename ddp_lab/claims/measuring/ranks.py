@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError, first_line
 from ddp_core.base.process import keep_freed_memory
 from ddp_core.distributed.world import free_port
 from ddp_lab.claims.measuring import namespaces
@@ -142,5 +142,5 @@ def _enter(
             value = function(rank, world_size, *arguments)
         results.put((rank, None, value))
     except BaseException as error:
-        first = str(error).strip().partition("\n")[0]
+        first = first_line(error)
         results.put((rank, f"{type(error).__name__}: {first}", None))
