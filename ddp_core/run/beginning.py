@@ -132,7 +132,6 @@ def _build_the_same(
 
     Raises UserError on every rank where the ranks have another version of ddp_core, request, code, model or data.
     """
-    check_promise(request)
     started, named = time.monotonic(), facts_of(request)
     try:
         parts, source, splits = _built(request, collectives.device, prepared)
@@ -163,6 +162,7 @@ def _build_the_same(
 
 def _built(request: Request, device: torch.device, prepared: Prepared) -> tuple[BuiltExperiment, Source, Splits]:
     """All parts, the user's code, and the data to digest."""
+    check_promise(request)
     is_known = prepared.source is not None
     splits = prepared.splits
     if request.is_miniature:
