@@ -35,6 +35,11 @@ class HeldState:
     """The loss of the newest step, for its record in the metrics."""
     saved_step: int
     """The step of the newest checkpoint; 0 where there is none."""
+    noted_after: int
+    """See `Witnessed`."""
+    is_broken: bool
+    guard: dict[str, Any]
+    """Whether the guard has found something, and its figures so far."""
     told: CallbackProgress | None = None
     """What the callbacks of rank 0 have been told last, as far as this rank knows."""
 
@@ -47,6 +52,9 @@ class HeldState:
             learning_rate=trainer.state.learning_rate,
             loss=trainer.figures.loss,
             saved_step=trainer.saving.newest_step,
+            noted_after=trainer.witnessed.noted_after,
+            is_broken=trainer.guard.is_broken,
+            guard=trainer.guard.figures,
             told=trainer.callbacks.told(),
         )
 
@@ -71,4 +79,7 @@ class HeldState:
         state.learning_rate = self.learning_rate
         trainer.saving.newest_step = self.saved_step
         trainer.figures.loss = self.loss
+        trainer.witnessed.noted_after = self.noted_after
+        trainer.guard.is_broken = trainer.guard.is_broken or self.is_broken
+        trainer.guard.figures.update(self.guard)
         trainer.callbacks.take_over(self.told, self.loss)

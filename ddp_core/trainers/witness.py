@@ -60,7 +60,7 @@ class Witnessed(StepObserver):
 
         None, on all ranks, where there are no such notes.
         """
-        self._after, self._reached = 0, 0
+        self.noted_after, self._reached = 0, 0
         """Steps after later checkpoints than this one are noted, and the last step that was."""
         self._begins_early = False
         """Whether the last witness begins as soon as its checkpoint is written."""
@@ -74,7 +74,7 @@ class Witnessed(StepObserver):
         step, directory = self._steps.state.step, self._job.run.directory
         lost: dict[int, Sums] = {}
         if is_fork:
-            self._after = step
+            self.noted_after = step
         if self._job.is_first and directory is not None:
             if self._is_on and not is_changed:
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -93,7 +93,7 @@ class Witnessed(StepObserver):
         """
         is_next = step == saved + 1 or step - 1 == self._reached
         steps = self._steps.per_epoch
-        return self._after < saved < step <= saved + NOTED and is_next and (step - 1) // steps == saved // steps
+        return self.noted_after < saved < step <= saved + NOTED and is_next and (step - 1) // steps == saved // steps
 
     def after_step(self, batch: StepBatch) -> None:
         step, saved = self._steps.state.step, self._saving.newest_step
