@@ -45,7 +45,7 @@ def evaluate(
             )
     with place_named(named) as place:
         record = place.run.read()
-        # On the layout that was given, else in one process.
+        # The evaluation runs on the layout that was given, else in one process.
         own = {"device": record["layout"]["device"], "guard": "off", "max_restarts": 0, "settings": tuple(settings)}
         given = {name: value for name, value in layout.items() if value is not None}
         asked = Asked.model_validate(as_recorded(place.run.path, record) | own | given)

@@ -18,6 +18,9 @@ class Offer(NamedTuple):
     at: Progress
     position: dict[str, Any]
     told: CallbackProgress | None
+    is_broken: bool
+    """Whether the guard has found something; a rank that lost a peer at that moment may not have heard of it."""
+    noted_after: int
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,9 @@ class HeldState:
     noted_after: int
     """See `Witnessed`."""
     is_broken: bool
+    """Whether the guard has found something."""
     guard: dict[str, Any]
-    """Whether the guard has found something, and its figures so far."""
+    """The figures of the guard so far."""
     told: CallbackProgress | None = None
     """What the callbacks of rank 0 have been told last, as far as this rank knows."""
 
@@ -61,7 +65,7 @@ class HeldState:
     @property
     def offer(self) -> Offer:
         """What the other ranks must know of it."""
-        return Offer(self.at, self.state["position"], self.told)
+        return Offer(self.at, self.state["position"], self.told, self.is_broken, self.noted_after)
 
     def at_position(self, holder: Offer, saved_step: int, offers: Sequence[Offer]) -> HeldState:
         """These weights with the position of another rank, and with what all ranks know up to there."""
@@ -69,7 +73,16 @@ class HeldState:
         state = {**self.state, "position": holder.position}
         if told is not None:
             state["callbacks"] = told.states
-        return replace(self, at=holder.at, state=state, saved_step=saved_step, told=told)
+        return replace(
+            self,
+            at=holder.at,
+            state=state,
+            saved_step=saved_step,
+            told=told,
+            # These decide which collectives a rank makes, so they must be alike on all.
+            is_broken=any(each.is_broken for each in offers),
+            noted_after=max(each.noted_after for each in offers),
+        )
 
     def give_to(self, trainer: Trainer) -> None:
         """Let a new trainer go on from here."""

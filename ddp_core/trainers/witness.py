@@ -153,7 +153,10 @@ class Witnessed(StepObserver):
             self._hear(is_end=False)
 
     def end(self) -> None:
-        """Have the newest noted steps repeated, and wait for that. Raises Finding (2), on all ranks, as before."""
+        """Have the newest noted steps repeated, and wait for the answer.
+
+        Raises Finding (2), on all ranks, as `settle` does.
+        """
         if self._is_on:
             self._hear(is_end=True)
         if self._job.is_first:

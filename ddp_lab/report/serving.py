@@ -17,7 +17,7 @@ from ddp_core.base.errors import ExitCode, UserError
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """GET and HEAD of the page, read anew each time; anything else is not there."""
+    """Answers GET and HEAD with the page, which is read anew each time, and any other address with 404."""
 
     server: ThreadingHTTPServer
     server_version = "ddp-report"

@@ -19,3 +19,12 @@ def test_what_the_guard_has_found_outlives_a_group() -> None:
         assert following.guard.is_broken
         assert following.guard.figures["seconds"] == {"same state": 1.5}
         assert following.witnessed.noted_after == 3, "a fork's first checkpoint knows nothing of its settings"
+
+
+def test_all_ranks_go_on_with_what_one_of_them_has_found() -> None:
+    with trainer_of(experiment()) as trainer:
+        trainer.train()
+        unaware = HeldState.of(trainer)
+    aware = unaware.offer._replace(is_broken=True, noted_after=3)
+    following = unaware.at_position(aware, 0, [unaware.offer, aware])
+    assert (following.is_broken, following.noted_after) == (True, 3)
