@@ -81,8 +81,9 @@ def carry_out(
             if request.layout.kind != "ddp":
                 return run_worker(request, world)
             from ddp_core.launch.launch import launch
-            from ddp_core.launch.meeting import Meeting
+            from ddp_core.launch.nodes import Meeting
             from ddp_core.launch.recovery import with_recovery
+            from ddp_core.launch.supervision import Supervision
 
             meeting = Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id, is_host)
             request = with_recovery(request, meeting.max_nodes)
@@ -90,7 +91,7 @@ def carry_out(
                 from ddp_core.live.launch import launch_live
 
                 return launch_live(request, meeting)
-            return launch(request, meeting, worker_main)
+            return launch(request, meeting, worker_main, Supervision(request.options.timeout))
 
 
 def _tell(world: World, line: str) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode
 from ddp_core.base.torch_internals import workers_of
 from ddp_core.distributed.processes import DiskWaits, Process, await_processes, end_processes, is_stopped
 from ddp_core.distributed.reports import Report, clear_reports, read_reports, tell_user
@@ -39,13 +39,6 @@ _DISK_SECONDS = 15.0
 """After so long a wait for a disk, or for a file server, the user is told."""
 _STALE_SECONDS = 1.2
 """The answers of torch's rendezvous are up to a second old (_BackendRendezvousStateHolder, cache_duration)."""
-
-
-class HandedOver(UserError):
-    """This node has left the others, as it was asked to, and they go on."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(f"this node has left the others, who go on ({number.name})", ExitCode.STOPPED)
 
 
 class WouldRepeat(Exception):

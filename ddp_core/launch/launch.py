@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 import gc
-import logging
-import os
 import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousTimeoutError,
-)
-
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.refusals import require_open_files
-from ddp_core.base.torch_internals import HANDLED_SIGNALS, SEPARATE_STORES
-from ddp_core.distributed.reports import read_reports, tell_user, write_launcher
-from ddp_core.distributed.stop import asking_signals, describe_signal, stopped_untrained
+from ddp_core.distributed.reports import tell_user
+from ddp_core.distributed.stop import asking_signals
 from ddp_core.experiment.request import Request
-from ddp_core.launch.agent import Agent, HandedOver, WouldRepeat
-from ddp_core.launch.decision import FINISHING_SECONDS
-from ddp_core.launch.meeting import (
-    Meeting,
-    RendezvousLost,
-    facts_of_nodes,
-    own_address,
-)
+from ddp_core.launch.nodes import EndedElsewhere, HandedOver, Meeting, RendezvousLost
 from ddp_core.launch.nursery import Entry, Nursery
 from ddp_core.launch.supervision import Supervision
 from ddp_core.record.directory import RunDirectory, find_launch
@@ -49,22 +29,13 @@ _OUTDATED_SECONDS = 60.0
 _LOOKING_SECONDS = 0.1
 
 
-class _Ended(UserError):
-    """Another node has ended the launch, in whatever way."""
-
-    def __init__(self) -> None:
-        super().__init__("another node has ended this launch; its own message says why", ExitCode.PEERS_LOST)
-
-
-def launch(request: Request, meeting: Meeting, entry: Entry, supervision: Supervision | None = None) -> int:
+def launch(request: Request, meeting: Meeting, entry: Entry, supervision: Supervision) -> int:
     """Run the request in workers of this node; returns the exit code.
 
     A worker is `entry(words)`, where `words` is the path of a file with the request; where it is a fresh interpreter,
-    it is `python -m PACKAGE` with the package of that function. `supervision`: by default all workers start again where
-    one is lost.
+    it is `python -m PACKAGE` with the package of that function.
     """
     require_open_files(request.layout.world_size, request.options.workers)
-    supervision = supervision or Supervision(request.options.timeout)
     with ExitStack() as stack:
         for number in (*asking_signals(request.options.stop_signal), signal.SIGINT):
             # This process only leaves afterwards, and its exit code says how the launch ended. A handler in Python
@@ -89,19 +60,23 @@ def launch(request: Request, meeting: Meeting, entry: Entry, supervision: Superv
 
 def _launch_elastic(request: Request, meeting: Meeting, file: str, entry: Entry, supervision: Supervision) -> int:
     """Run the request with torchrun's agent; returns the exit code. Where it raises, the record is closed before."""
-    words, facts = ["-m", entry.__module__.rpartition(".")[0], file], facts_of_nodes(request)
+    words = ["-m", entry.__module__.rpartition(".")[0], file]
     # Only for CPUs: with GPUs, this process may have asked the CUDA driver for them, which does not survive a fork.
     can_fork = request.layout.device == "cpu" and sys.platform == "linux"
     starter: AbstractContextManager[Nursery | None] = Nursery(entry) if can_fork else nullcontext()
     try:
         with starter as nursery:
-            return _run_until_met(
-                request, meeting, partial(_run_node, request, meeting, words, facts, nursery, supervision)
-            )
+            # Loaded after the nursery was forked, because workers have no use for it.
+            from ddp_core.launch.elastic import run_node
+            from ddp_core.launch.meeting import facts_of_nodes
+
+            node = partial(run_node, request, meeting, words, facts_of_nodes(request), nursery, supervision)
+            return _run_until_met(request, meeting, node)
     except HandedOver:
         raise  # the record is of those that go on
     except UserError as error:
-        if (error.exit_code == ExitCode.STOPPED or isinstance(error, _Ended)) and _is_completed(request, meeting):
+        is_ended = error.exit_code == ExitCode.STOPPED or isinstance(error, EndedElsewhere)
+        if is_ended and _is_completed(request, meeting):
             return ExitCode.DONE
         _close_record(request, meeting, error.exit_code)
         raise
@@ -132,140 +107,6 @@ def _run_until_met(request: Request, meeting: Meeting, run_node: Callable[[], in
             "or mend --rdzv-endpoint",
             lost.exit_code,
         ) from None
-
-
-def _run_node(
-    request: Request,
-    meeting: Meeting,
-    words: Sequence[str],
-    facts: Mapping[str, str],
-    nursery: Nursery | None,
-    supervision: Supervision,
-) -> int:
-    """Join the other nodes and run `python WORDS` as the workers of this node, restarted as needed.
-
-    The nursery starts them; without one each is a fresh interpreter. Returns the exit code.
-
-    Raises UserError where the rendezvous cannot be reached or is not completed.
-    """
-    os.environ[SEPARATE_STORES] = "1"
-    # The agent's loggers have levels of their own, so their lines are dropped here. This launcher prints what the user
-    # must know.
-    agents = logging.getLogger("torch.distributed.elastic")
-    agents.addHandler(logging.NullHandler())
-    agents.propagate = False
-    # The agent has handlers of its own. torch's would raise at every signal, also while the workers save: where a
-    # scheduler sends two signals at once, the launcher would leave, and kill them.
-    os.environ[HANDLED_SIGNALS] = ""
-    heard = [*asking_signals(request.options.stop_signal), signal.SIGINT, signal.SIGQUIT]
-    address = own_address(meeting)
-    # Another node's launcher joins only after its workers have finished, so wait longer than that may take.
-    join_seconds = int(max(request.options.timeout, 2 * FINISHING_SECONDS))
-    with TemporaryDirectory(prefix="ddp-", ignore_cleanup_errors=True) as scratch:
-        reports = Path(scratch) / "reports"
-        reports.mkdir()
-        write_launcher(reports, *([nursery.pid] if nursery else []))
-        os.environ["DDP_REPORT_DIR"] = str(reports)
-        before = {number: signal.getsignal(number) for number in heard}
-        try:
-            nproc_per_node = request.layout.nproc_per_node
-            handler = supervision.handler(meeting, address, facts, nproc_per_node, join_seconds)
-            spec = WorkerSpec(
-                role="trainer",
-                local_world_size=nproc_per_node,
-                entrypoint=sys.executable,
-                args=tuple(words),
-                rdzv_handler=handler,
-                max_restarts=request.options.max_restarts,
-                monitor_interval=supervision.looking,
-                local_addr=address,
-            )
-            logs = DefaultLogsSpecs(log_dir=str(Path(scratch) / "logs"))
-            agent = supervision.agent(spec, logs, reports, nursery, heard, facts)
-            watched = supervision.watched(agent, handler, meeting)
-            return _run_agent(agent, watched, handler, reports, meeting, join_seconds)
-        except RendezvousLost:
-            # This process goes on. After any other end it leaves.
-            for number, handler_before in before.items():
-                signal.signal(number, handler_before)
-            raise
-        finally:
-            del os.environ["DDP_REPORT_DIR"]
-
-
-def _run_agent(
-    agent: Agent,
-    watched: AbstractContextManager[None],
-    handler: RendezvousHandler,
-    reports: Path,
-    meeting: Meeting,
-    join_seconds: int,
-) -> int:
-    """Run the agent, and make one exit code or one exception of each way in which it can end."""
-    try:
-        with watched:
-            result = agent.run()
-    except SignalException as stopped:
-        # The rendezvous is not shut down here: that would close it for the nodes that go on.
-        return _code_after(stopped.sigval, agent.died_of, reports)
-    except WouldRepeat as mistake:
-        with suppress(RendezvousError, DistError):
-            handler.shutdown()
-        mistake.report.tell()
-        return mistake.report.exit_code
-    except RendezvousTimeoutError:
-        raise UserError(
-            f"only some of {meeting.min_nodes} nodes met at {meeting.endpoint} within {join_seconds} s; "
-            "start the missing ones, or allow fewer with --nnodes MIN:MAX",
-            ExitCode.PEERS_LOST,
-        ) from None
-    except RendezvousClosedError:
-        raise _Ended from None
-    except (RendezvousError, DistError) as error:
-        raise RendezvousLost(meeting.endpoint, error) from None
-    code = ExitCode.PEERS_LOST if result is None else _code_of(result, reports)
-    # A launch that was asked to stop may go on: a scheduler starts the stopped nodes again, with the same id.
-    if code != ExitCode.STOPPED:
-        with suppress(RendezvousError, DistError):
-            # This node is done: the others need not wait for it.
-            handler.shutdown()
-    return code
-
-
-def _code_of(result: RunResult, directory: Path) -> int:
-    """The exit code of the launcher; prints the report that explains best how the workers ended."""
-    if not result.is_failed():
-        return ExitCode.DONE
-    reports = read_reports(directory)
-    if not reports:
-        tell_user("the workers died and no restarts are left; continue with --resume auto")
-        return ExitCode.PEERS_LOST
-    reports[0].tell()
-    if reports[0].trace is not None and len(reports) > 1:
-        others = ", ".join(map(str, sorted(report.rank for report in reports[1:])))
-        tell_user(f"rank {others} left after it")
-    return reports[0].exit_code
-
-
-def _code_after(number: signal.Signals, died_of: Collection[int], directory: Path) -> int:
-    """The exit code after a signal to the launcher, or to a worker that had not begun: 75 where the workers have saved.
-
-    `died_of`: the signals that killed workers. Raises UserError (75) where the workers had not begun: the signal, which
-    they handle while they train, has killed them, or they were not there yet.
-    """
-    reports = read_reports(directory)
-    # Where the signal has killed a worker that had not begun, another worker may report that loss; it explains nothing.
-    if reports and not (reports[0].exit_code == ExitCode.PEERS_LOST and number in died_of):
-        reports[0].tell()
-        return reports[0].exit_code
-    name = describe_signal(number)
-    if number == signal.SIGINT:
-        tell_user("interrupted")
-    elif signal.SIGKILL in died_of:
-        tell_user(f"{name}; the workers were killed before they had saved; continue with --resume auto")
-    else:
-        raise stopped_untrained(name)
-    return 128 + number
 
 
 def _is_completed(request: Request, meeting: Meeting) -> bool:

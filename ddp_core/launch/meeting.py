@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
 
@@ -28,11 +27,12 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from ddp_core.base.errors import ExitCode, UserError, first_line
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.addresses import address_served, address_towards, listen_at, names_loopback, store_on
 from ddp_core.distributed.reports import tell_user
 from ddp_core.distributed.world import free_port
 from ddp_core.experiment.request import Request
+from ddp_core.launch.nodes import Meeting, RendezvousLost
 from ddp_core.record.environment import facts_of
 
 _ANSWER_SECONDS = 10
@@ -44,28 +44,6 @@ _ELSEWHERE = "192.0.2.1"
 """An address that no machine has (RFC 5737)."""
 _OF_ONE_NODE = {"data_dir", "faults", "log_to", "output", "profile", "workers"}
 """Options that may differ between nodes: folders, what only rank 0 does, and faults made on purpose."""
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where the nodes of a launch meet, and how many there may be."""
-
-    min_nodes: int = 1
-    max_nodes: int = 1
-    endpoint: str | None = None
-    """HOST:PORT of the rendezvous; None where this machine is the only node."""
-    launch_id: str | None = None
-    """What tells this launch from others at the same endpoint; None until the launch has begun."""
-    is_host: bool = False
-    """Whether the nodes meet at this process, at the endpoint's port."""
-
-
-class RendezvousLost(UserError):
-    """The store that the nodes meet at is gone; another launch may find it again."""
-
-    def __init__(self, endpoint: str | None, error: BaseException) -> None:
-        reason = first_line(error)
-        super().__init__(f"the rendezvous at {endpoint} is lost ({reason})", ExitCode.PEERS_LOST)
 
 
 def own_address(meeting: Meeting) -> str:

@@ -1,16 +1,18 @@
-"""How a launcher looks after the workers of its node."""
+"""How a launcher looks after the workers of its node; what it needs for that is loaded once they can be forked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
-
-from torch.distributed.elastic.rendezvous import RendezvousHandler
+from typing import TYPE_CHECKING, Any
 
 from ddp_core.base.torch_internals import end_keep_alives
-from ddp_core.launch.agent import Agent
-from ddp_core.launch.meeting import Meeting, join, leaves_when_cut_off
+from ddp_core.launch.nodes import Meeting
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+    from ddp_core.launch.agent import Agent
 
 _CUT_OFF_SECONDS = 20.0
 _ENDING_SECONDS = 2.0
@@ -32,10 +34,14 @@ class Supervision:
         self, meeting: Meeting, address: str, facts: Mapping[str, str], nproc_per_node: int, join_seconds: int
     ) -> RendezvousHandler:
         """Where this node meets the others."""
+        from ddp_core.launch.meeting import join
+
         return join(meeting, address, join_seconds)
 
     def agent(self, *of_agent: Any) -> Agent:
         """What starts the workers and looks at them."""
+        from ddp_core.launch.agent import Agent
+
         return Agent(*of_agent)
 
     def watched(self, agent: Agent, handler: RendezvousHandler, meeting: Meeting) -> AbstractContextManager[None]:
@@ -45,6 +51,8 @@ class Supervision:
 
 @contextmanager
 def _watched(agent: Agent, handler: RendezvousHandler, endpoint: str | None, patience: float) -> Iterator[None]:
+    from ddp_core.launch.meeting import leaves_when_cut_off
+
     try:
         with leaves_when_cut_off(endpoint, patience, agent.kill_workers):
             yield

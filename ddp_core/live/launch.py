@@ -14,7 +14,8 @@ from ddp_core.base.torch_internals import ALIKE_NODES
 from ddp_core.experiment.request import Request
 from ddp_core.launch.agent import Agent
 from ddp_core.launch.launch import launch
-from ddp_core.launch.meeting import Meeting, reach
+from ddp_core.launch.meeting import reach
+from ddp_core.launch.nodes import Meeting
 from ddp_core.launch.supervision import Supervision
 from ddp_core.live.agent import LiveAgent
 from ddp_core.live.meeting import LiveRendezvous

@@ -24,7 +24,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ddp_core.distributed.addresses import give_up_silence
-from ddp_core.launch.meeting import Meeting, note_request
+from ddp_core.launch.meeting import note_request
+from ddp_core.launch.nodes import Meeting
 from ddp_core.live.members import Members, connected_store
 from ddp_core.live.membership import Membership, name_of, node_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from ddp_core.experiment.built import BuiltExperiment
 from ddp_core.experiment.fresh_model import lines_about
 from ddp_core.experiment.request import Request, build_parts, build_splits, check_promise
 from ddp_core.experiment.source import Source, collect
-from ddp_core.numerics.kernels import portable_kernels
 from ddp_core.numerics.limits import rules_of
 from ddp_core.observe.metrics import Console
 from ddp_core.observe.usage import Usage
@@ -107,7 +106,12 @@ def begun(
 def _kernels(request: Request) -> Iterator[None]:
     """A block with kernels and numerics as the request has them."""
     choose_kernels(request.options.deterministic, tf32=request.loaded.experiment.precision == "tf32")
-    with portable_kernels() if request.options.numerics == "portable" else nullcontext():
+    if request.options.numerics == "native":
+        yield
+        return
+    from ddp_core.numerics.kernels import portable_kernels
+
+    with portable_kernels():
         yield
 
 

@@ -29,7 +29,8 @@ from torch.utils.data import DataLoader
 from ddp_core.base import torch_internals
 from ddp_core.base.torch_internals import TorchDispatchMode
 from ddp_core.base.torch_names import PRIVATE_NAMES
-from ddp_core.launch.meeting import Meeting, join
+from ddp_core.launch.meeting import join
+from ddp_core.launch.nodes import Meeting
 from tests.support.processes import run_processes
 
 OVERRIDDEN = [name for name, private in PRIVATE_NAMES.items() if private.signature]

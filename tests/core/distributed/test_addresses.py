@@ -16,7 +16,8 @@ from ddp_core.distributed import addresses
 from ddp_core.distributed.addresses import address_served, give_up_silence, gloo_towards, listen_at, store_on
 from ddp_core.distributed.process_group import process_group
 from ddp_core.distributed.world import World
-from ddp_core.launch.meeting import Meeting, join
+from ddp_core.launch.meeting import join
+from ddp_core.launch.nodes import Meeting
 from tests.support.processes import ask, free_port, run_processes
 
 ELSEWHERE = "192.0.2.77"

@@ -101,7 +101,7 @@ def test_a_single_process_needs_no_store() -> None:
 def test_nothing_else_knows_the_launchers_variables() -> None:
     """Two modules read the variables; the others are those in which a launcher hands a variable to its workers."""
     handed_on = {
-        ("launch/launch.py", "DDP_REPORT_DIR"),
+        ("launch/elastic.py", "DDP_REPORT_DIR"),
         ("launch/nursery.py", "RANK"),
         ("live/workers.py", "LOCAL_RANK"),
     }
@@ -145,7 +145,7 @@ def test_few_modules_touch_the_environment() -> None:
         "distributed/children.py": "hands its environment on to the commands that it starts",
         "distributed/reports.py": "reads and tells which program has called `ddp_core.train`",
         "distributed/world.py": "reads the launcher's variables",
-        "launch/launch.py": "tells torchrun's agent and its workers",
+        "launch/elastic.py": "tells torchrun's agent and its workers",
         "launch/spawn.py": "tells the workers of mp.spawn",
         "launch/nursery.py": "gives a worker the environment that the agent meant for it",
         "launch/rendezvous.py": "tells the resolver not to wait for long",

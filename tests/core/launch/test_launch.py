@@ -16,8 +16,10 @@ from ddp_core.distributed.reports import report_end
 from ddp_core.distributed.world import World
 from ddp_core.launch.agent import Agent
 from ddp_core.launch.decision import Decision, Next
-from ddp_core.launch.launch import _close_record, _run_agent
-from ddp_core.launch.meeting import Meeting, join
+from ddp_core.launch.elastic import _run_agent
+from ddp_core.launch.launch import _close_record
+from ddp_core.launch.meeting import join
+from ddp_core.launch.nodes import Meeting
 from ddp_core.record.lock import RunLock
 from tests.core.record.test_run_directory import make, request
 from tests.support.processes import ask

@@ -22,7 +22,8 @@ from ddp_core.cli.prepare import prepare
 from ddp_core.config.options import Asked
 from ddp_core.distributed.world import free_port
 from ddp_core.launch import meeting
-from ddp_core.launch.meeting import Meeting, RendezvousLost, facts_of_nodes, join, own_address, require_same_request
+from ddp_core.launch.meeting import facts_of_nodes, join, own_address, require_same_request
+from ddp_core.launch.nodes import Meeting, RendezvousLost
 from tests.support.processes import HANG
 
 

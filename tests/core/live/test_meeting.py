@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
-from ddp_core.launch.meeting import Meeting
+from ddp_core.launch.nodes import Meeting
 from ddp_core.live import meeting as live_meeting
 from ddp_core.live.meeting import LiveRendezvous, StoreSearch
 from ddp_core.live.members import Members
