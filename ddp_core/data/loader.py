@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,14 +18,25 @@ from torch.utils.data import default_collate
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.keyed_draws import key_draws
-from ddp_core.base.own_generator import OwnGenerator
 from ddp_core.base.seeds import mix, sample_uniforms
 from ddp_core.base.user_code import user_code
-from ddp_core.data.augment import Augmentation
-from ddp_core.data.prefetching import Key, StepIds, as_it_is, brought_ahead, made_by_workers
 from ddp_core.data.splits import Dataset, InMemory, Staged
-from ddp_core.data.trees import Batch, Collate, Tree, map_tensors, structure_difference, structure_of
+from ddp_core.data.trees import (
+    Batch,
+    Collate,
+    Key,
+    StepIds,
+    Tree,
+    as_it_is,
+    map_tensors,
+    structure_difference,
+    structure_of,
+)
 from ddp_core.sampler import Ids
+
+if TYPE_CHECKING:
+    from ddp_core.base.own_generator import OwnGenerator
+    from ddp_core.data.augment import Augmentation
 
 Gathered = tuple[Tree, Tree, Tensor | None]
 """A micro-batch in the host's memory: inputs, targets, and uniforms float64 [n, draws] where the device needs them."""
@@ -84,7 +95,11 @@ class Loader:
         self.may_draw = is_foreign or not (augmentation is None or _is_ours(augmentation.apply))
         """Whether somebody else's code makes the samples, which may draw random numbers for them."""
         # A thread beside the one that trains must leave torch's default generator alone.
-        self._own = OwnGenerator(torch.Generator()) if self._on_cuda and workers == 0 else None
+        self._own: OwnGenerator | None = None
+        if self._on_cuda and workers == 0:
+            from ddp_core.base.own_generator import OwnGenerator
+
+            self._own = OwnGenerator(torch.Generator())
 
     def fetch(self, epoch: int, ids: Ids, key: Key | None = None) -> Batch:
         """Inputs and targets of the samples `ids` (int64 [n]), as they look in `epoch`, made while the caller waits."""
@@ -128,6 +143,11 @@ class Loader:
         With workers, and on CUDA, a few steps are made before they are asked for; the processes and the thread that
         make them end with the iterator.
         """
+        if not self.workers and not self._on_cuda:
+            yield from map(self._host_part, wanted)
+            return
+        from ddp_core.data.prefetching import brought_ahead, made_by_workers
+
         with contextlib.ExitStack() as stack:
             items: Iterable[Any] = wanted
             make: Callable[[Any], Any] = self._host_part

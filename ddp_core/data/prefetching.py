@@ -25,13 +25,8 @@ from ddp_core.base.process import die_with_parent
 from ddp_core.base.refusals import MORE_SHARED_MEMORY, human_bytes, refusal, require_open_files
 from ddp_core.base.torch_internals import end_loader_workers
 from ddp_core.base.user_code import LeftEarly, RaisedElsewhere, told, user_code
-from ddp_core.data.trees import Batch, Tree, map_tensors, tensors_of
-from ddp_core.sampler import Ids
+from ddp_core.data.trees import Batch, StepIds, Tree, as_it_is, map_tensors, tensors_of
 
-Key = tuple[int, ...]
-"""What the random numbers of a micro-batch follow from (`ddp_core.base.seeds.mix`)."""
-StepIds = tuple[int, Sequence[Ids]] | tuple[int, Sequence[Ids], Sequence[Key]]
-"""An epoch, and the ids of each micro-batch of one step; with the key of each where random numbers are keyed."""
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
@@ -46,11 +41,6 @@ _SEMAPHORES = 2**18
 """Bytes of shared memory for the workers' queues, generously."""
 _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals by which a terminal, a scheduler or a launcher asks a process to stop."""
-
-
-def as_it_is(value: Made) -> Made:
-    """The value itself, where a function is asked for and nothing is to be done."""
-    return value
 
 
 def made_by_workers(

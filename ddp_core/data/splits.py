@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,9 +17,11 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data import Dataset as TorchDataset
 
 from ddp_core.base.errors import UserError
-from ddp_core.data.augment import Augmentation
 from ddp_core.data.trees import Collate, Tree, structure_of
 from ddp_core.sampler import Ids
+
+if TYPE_CHECKING:
+    from ddp_core.data.augment import Augmentation
 
 _EXPECTED = (
     "a data builder returns a data set, which has __len__ and __getitem__(index), a pair (train, test) of them, "

@@ -6,10 +6,12 @@ subclass of dict for a leaf: the dictionaries that tokenizers and other people's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
+
+from ddp_core.sampler import Ids
 
 Tree = Any
 """What a type checker can say of a tree."""
@@ -17,6 +19,16 @@ Batch = tuple[Tree, Tree]
 """Inputs and targets of a micro-batch."""
 Collate = Callable[[list[Any]], Batch]
 """From the samples of one micro-batch, in the sequence of their ids, to its inputs and targets."""
+Key = tuple[int, ...]
+"""What the random numbers of a micro-batch follow from (`ddp_core.base.seeds.mix`)."""
+StepIds = tuple[int, Sequence[Ids]] | tuple[int, Sequence[Ids], Sequence[Key]]
+"""An epoch, and the ids of each micro-batch of one step; with the key of each where random numbers are keyed."""
+_Value = TypeVar("_Value")
+
+
+def as_it_is(value: _Value) -> _Value:
+    """The value itself, where a function is asked for and nothing is to be done."""
+    return value
 
 
 def map_tensors(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:

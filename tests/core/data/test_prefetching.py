@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.data import loader as loading
+from ddp_core.data import prefetching
 from ddp_core.data.augment import Augmentation, shift_and_flip
 from ddp_core.data.loader import Loader
-from ddp_core.data.prefetching import AHEAD, OnDemand, StepIds, made_ahead, made_by_workers
+from ddp_core.data.prefetching import AHEAD, OnDemand, made_ahead, made_by_workers
 from ddp_core.data.splits import ByteImages
-from ddp_core.data.trees import Batch
+from ddp_core.data.trees import Batch, StepIds
 from tests.core.data.test_loader import OneByOne, assert_equal
 from tests.support.commands import wait_until
 from tests.support.processes import HANG
@@ -273,7 +273,7 @@ class Refused(OneByOne):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_gpus_stream_has_the_batches_of_the_cpu(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "brought_ahead", beside)
+    monkeypatch.setattr(prefetching, "brought_ahead", beside)
     cuda = torch.device("cuda", 0)
     # Rows would be gathered into pinned memory without workers, so there a data set takes part that is only indexed.
     dataset: Any = pictures() if workers else OneByOne()
