@@ -1,23 +1,19 @@
 """Sets the limits of portable numerics before torch is loaded, as they must be.
 
-The experiment says which numerics it is for, but its file can only be run with torch. So the file is first read without
-running it, and what it writes as `numerics=` is expected to count. Where that proves wrong, because the file computes
-the value perhaps, the process starts itself anew once the request is known.
+The experiment says which numerics it is for, but its file can only be run with torch. So the file's text is first
+searched for that. Where what is found proves wrong, because the file computes the value perhaps, the process starts
+itself anew once the request is known.
 """
 
 from __future__ import annotations
 
-import ast
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from typing_extensions import TypedDict
 
 from ddp_core.base.beneath import read_file
-from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.base.errors import UserError
 from ddp_core.config.options import Asked
 from ddp_core.config.records import Numerics
@@ -26,10 +22,8 @@ from ddp_core.numerics.limits import LIMITS, limits_hold, portable_refused_by
 
 _SECOND_START = "DDP_SECOND_START"
 _GPU_DRIVER = Path("/dev/nvidiactl")
-
-
-class _Record(TypedDict):
-    experiment: dict[str, Any]
+_PORTABLE = re.compile(rb"""numerics["']?\s*[=:]\s*["']portable""")
+"""How an experiment's file, or a run.json, says so."""
 
 
 class EarlyNumerics:
@@ -79,31 +73,14 @@ def expected_numerics(asked: Asked) -> Numerics:
         return asked.numerics
     pairs = [setting.partition("=") for setting in asked.settings]
     settings = [value.strip() for name, _, value in pairs if name.strip() == "numerics"]
-    if settings:
-        is_portable = settings[-1].strip('"') == "portable"
-    elif asked.record is not None:
-        is_portable = str(_recorded(Path(asked.record))).startswith("portable")
-    else:
-        is_portable = _is_written_portable(asked.experiment)
+    is_portable = settings[-1].strip('"') == "portable" if settings else _is_written_portable(asked)
     return "portable" if is_portable else "native"
 
 
-def _recorded(record: Path) -> object:
-    """The numerics of the experiment in a run.json."""
+def _is_written_portable(asked: Asked) -> bool:
+    """Whether the run.json to train again, or else the experiment's file, has `numerics="portable"` in it."""
     try:
-        return read_document(record, _Record)["experiment"].get("numerics")
-    except (OSError, BadDocument):
-        return None  # the run itself says what is wrong with the file
-
-
-def _is_written_portable(name_or_path: str) -> bool:
-    """Whether the experiment's file calls `Experiment(…, numerics="portable")`."""
-    try:
-        tree = ast.parse(read_file(find_experiment(name_or_path)))
-    except (OSError, SyntaxError, ValueError, UserError):
+        file = find_experiment(asked.experiment) if asked.record is None else Path(asked.record)
+        return _PORTABLE.search(read_file(file)) is not None
+    except (OSError, UserError):
         return False  # the run itself says what is wrong with the file
-    return any(
-        any(ast.unparse(word) == "numerics='portable'" for word in node.keywords)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Experiment"
-    )
