@@ -17,12 +17,12 @@ from ddp_core.base.files import NewFile, is_file, is_there, sha256_of, sync
 from ddp_core.base.refusals import refused
 from ddp_core.checkpoint import read_checkpoint
 from ddp_core.checkpoint.manifest import manifest_at
-from ddp_core.experiment.source import read_source
+from ddp_core.experiment.kept_source import read_source
 from ddp_core.record.bundles import BUNDLE_FORMAT, MANIFEST, PINS
 from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.environment import pins, require_source
 from ddp_core.record.guarded import what_broke_it
+from ddp_core.record.recorded import pins, require_source
 from ddp_core.record.weights import WEIGHTS, read_weights, require_recorded_weights
 
 _INITIAL_WEIGHTS = "init_from"

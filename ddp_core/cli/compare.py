@@ -16,10 +16,10 @@ from ddp_core.distributed.reports import tell_user
 from ddp_core.record.data import how_compared
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
 from ddp_core.record.early import how_it_ended
-from ddp_core.record.environment import portable_cpu
 from ddp_core.record.guarded import broken_promise, was_rehearsed, what_broke_it
 from ddp_core.record.over_seeds import family_of, origin_of, over_seeds
 from ddp_core.record.own_figures import MOST, PREFIX, in_words, own_figures
+from ddp_core.record.recorded import portable_cpu
 
 RunAndRecord = tuple[RunDirectory, Mapping[str, Any]]
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ddp_core.base.errors import UserError
 from ddp_core.cli.train import carry_out
 from ddp_core.config.options import Asked
-from ddp_core.record.environment import as_recorded
 from ddp_core.record.places import Place, place_named
+from ddp_core.record.recorded import as_recorded
 
 if TYPE_CHECKING:
     from ddp_core.experiment.request import Evaluated
@@ -53,8 +53,8 @@ def evaluate(
 
 
 def _evaluated(named: Path, place: Place, at: At | None, as_json: bool) -> Evaluated:
+    from ddp_core.experiment.kept_source import read_source
     from ddp_core.experiment.request import Evaluated
-    from ddp_core.experiment.source import read_source
     from ddp_core.record.trained import weights_at
 
     record = place.run.read()

@@ -23,9 +23,7 @@ from ddp_core.distributed.world import World, missing_nodes
 from ddp_core.experiment.building import Kind, complete_options, resolve
 from ddp_core.experiment.file import LoadedExperiment, Served, load_experiment
 from ddp_core.experiment.request import Request, build_splits, check_promise, promise_broken_by
-from ddp_core.experiment.source import serve_modules
 from ddp_core.numerics.limits import limits_hold, limits_missed, portable_refused_by
-from ddp_core.record.continuing import require_continuable
 from ddp_core.record.directory import RunDirectory
 from ddp_core.sharding import Sharding
 
@@ -107,7 +105,8 @@ def _with_settings(
 
 
 def _load_recorded(path: str, settings: Sequence[str], directory: RunDirectory) -> LoadedExperiment:
-    from ddp_core.record.environment import recorded_experiment
+    from ddp_core.experiment.kept_source import serve_modules
+    from ddp_core.record.recorded import recorded_experiment
 
     record = directory.read()
     # Absolute, because a worker may start in another folder.
@@ -214,6 +213,8 @@ def check_request(request: Request, only_look: bool = False) -> None:
         raise UserError(f"--init-from {given}: there is no such run or file")
     splits = build_splits(request.loaded, Path(request.options.data_dir))
     if request.resume not in ("auto", "never"):
+        from ddp_core.record.continuing import require_continuable
+
         require_continuable(RunDirectory(Path(request.resume)), request, len(splits.train))
     elif request.resume == "never" and request.branches_off:
         from ddp_core.record.forking import find_fork

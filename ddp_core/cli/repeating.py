@@ -17,14 +17,15 @@ from ddp_core.config.layout import LayoutKind
 from ddp_core.config.options import Asked
 from ddp_core.data.data_digest import changed_at
 from ddp_core.distributed.children import Children, error_of
+from ddp_core.experiment.kept_source import changed_files, read_source
 from ddp_core.experiment.request import build_splits
-from ddp_core.experiment.source import changed_files, read_source
 from ddp_core.record.bundles import unpack_bundle
 from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.data import digest_data, recorded_digest
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.environment import as_recorded, describe_code, package_differences, require_source
+from ddp_core.record.environment import describe_code
 from ddp_core.record.guarded import broken_promise
+from ddp_core.record.recorded import as_recorded, package_differences, require_source
 from ddp_core.record.weights import read_weights
 
 

@@ -32,7 +32,6 @@ from ddp_core.experiment.building import (
 from ddp_core.experiment.built import BuiltExperiment
 from ddp_core.experiment.file import LoadedExperiment, Served, in_one_line, place_of, run_file
 from ddp_core.experiment.fresh_model import fill_tables, make_real, own_memory
-from ddp_core.experiment.source import serve_modules
 from ddp_core.model.builders import lay_out
 from ddp_core.model.losses import HITS
 
@@ -142,6 +141,8 @@ class Request:
 
             put_clock_ahead()
         if served is not None:
+            from ddp_core.experiment.kept_source import serve_modules
+
             serve_modules(served)
         experiment = Experiment.from_json(told["experiment"])
         # What counts is the request's experiment, not the one that the file assigns here.

@@ -31,7 +31,7 @@ from ddp_core.observe.callback import Callback
 from ddp_core.observe.lost_peers import is_peer_loss
 from ddp_core.record.directory import RunDirectory
 from ddp_core.run.recovery import Recovery
-from ddp_core.run.resuming import by_rank_0
+from ddp_core.run.starting import by_rank_0
 from ddp_core.trainers import Trainer
 
 

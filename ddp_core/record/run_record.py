@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file
-from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.base.silent_ends import no_silent_end
 from ddp_core.base.user_code import no_way_out
 from ddp_core.checkpoint import Fence, Superseded
-from ddp_core.config.experiment import Component
-from ddp_core.data.data_digest import DataDigest, changed_at
+from ddp_core.data.data_digest import DataDigest
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Regroup, Stopped
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import Request
-from ddp_core.experiment.source import FOLDER, Source, changed_files, collect, diff, read_source
+from ddp_core.experiment.source import FOLDER, Source, collect
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
-from ddp_core.record.continuing import continue_command, differing, in_words, kept_length
-from ddp_core.record.data import keep_digest, recorded_digest
+from ddp_core.record.data import keep_digest
 from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
 from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import describe_environment
@@ -43,7 +39,6 @@ if TYPE_CHECKING:
 
 _ENDED = "this rank ended with exit code"
 """Begins the last line of a rank's `error-rank-N.txt`."""
-_UNLIKE_BEFORE = "bit-identity with the steps before is not promised,"
 
 
 @dataclass(frozen=True)
@@ -102,8 +97,18 @@ class RunRecord:
         }
         request, loaded = self.request, self.request.loaded
         before: Mapping[str, Any] = self.directory.read() if (self.directory.path / "run.json").exists() else {}
-        changes = Changes.since(before, self.directory, request, self.origin, self.fingerprint, self.steps_per_epoch)
-        self.notes = changes.notes
+        origin, source, of_attempt, is_unlike = self.origin, before.get("source"), dict[str, Any](), False
+        if source is None:
+            origin.source.write(self.directory.path / FOLDER)
+            source, of_attempt = origin.source.to_json(FOLDER), {"source": FOLDER}
+        else:
+            from ddp_core.record.changes import Changes
+
+            changes = Changes.since(
+                before, self.directory, request, origin.source, origin.data, self.fingerprint, self.steps_per_epoch
+            )
+            source, of_attempt, is_unlike = changes.source, changes.attempt, changes.fingerprint
+            self.notes = changes.notes
         if request.options.reduction == "exact":
             self.notes += [
                 not_promised(
@@ -114,11 +119,13 @@ class RunRecord:
                 for rank, differences in self.fingerprint.get("unlike_ranks", {}).items()
             ]
         parent: Mapping[str, Any] = {}
-        if self.origin.fork is not None and not before:
-            parent = RunDirectory(Path(self.origin.fork.run)).read()
-            self._note_fork(self.origin.fork, parent)
-            changes.fingerprint = bool(fingerprint_differences(self.fingerprint, parent["fingerprint"]))
-        data = keep_digest(self.directory.path, before, self.origin.data)
+        if origin.fork is not None and not before:
+            from ddp_core.record.changes import of_fork, unlike_before
+
+            parent = RunDirectory(Path(origin.fork.run)).read()
+            self.notes += of_fork(origin.fork, parent, request, self.fingerprint)
+            is_unlike = bool(unlike_before(self.fingerprint, parent["fingerprint"]))
+        data = keep_digest(self.directory.path, before, origin.data)
         kept = before.get("kept") or self._kept()
         attempt = {
             "layout": request.layout.model_dump(),
@@ -126,7 +133,7 @@ class RunRecord:
             "restart_count": self.world.restart_count,
             **({} if self.world.membership is None else {"membership": self.world.membership}),
             "experiment_sha256": loaded.experiment.digest(),
-            **changes.attempt,
+            **of_attempt,
         }
         self.directory.write(
             {
@@ -136,9 +143,9 @@ class RunRecord:
                 "experiment_file": str(loaded.path),
                 "question": loaded.question,
                 "settings": list(request.asked.settings) if request.asked is not None else [],
-                "source": changes.source,
-                "init_from": self.origin.weights.to_json() if self.origin.weights is not None else None,
-                "forked_from": self.origin.fork.to_json() if parent and self.origin.fork else before.get("forked_from"),
+                "source": source,
+                "init_from": origin.weights.to_json() if origin.weights is not None else None,
+                "forked_from": origin.fork.to_json() if parent and origin.fork else before.get("forked_from"),
                 "layout": request.layout.model_dump()
                 | {"label": request.layout.label, "description": request.layout.description},
                 "options": request.options.model_dump(),
@@ -161,21 +168,11 @@ class RunRecord:
                 "ended_early": None,
                 "kept": kept,
                 "fingerprint": self.fingerprint,
-                "fingerprint_changed": changes.fingerprint or before.get("fingerprint_changed", False),
+                "fingerprint_changed": is_unlike or before.get("fingerprint_changed", False),
                 "environment": describe_environment(),
             }
         )
-        self.begun = Begun(len(before.get("attempts", [])), self.fence.token, None if kept is None else kept["every"])
-        return self.begun
-
-    def _note_fork(self, fork: Fork, parent: Mapping[str, Any]) -> None:
-        """Say what the fork changes, and what of its parent keeps it from a promise."""
-        changes = in_words(differing(parent, self.request.loaded.experiment)) or "no setting changed"
-        self.notes.append(f"fork of {fork.run} at step {fork.step}: {changes}")
-        unlike = _unlike_before(self.fingerprint, parent["fingerprint"])
-        self.notes += [not_promised(line, self.request.options) for line in unlike]
-        if (broken := broken_promise(parent)) is not None:
-            self.notes.append(not_promised(f"the parent of this run has a {broken}", self.request.options))
+        return Begun(len(before.get("attempts", [])), self.fence.token, None if kept is None else kept["every"])
 
     @property
     def is_random(self) -> bool:
@@ -191,6 +188,8 @@ class RunRecord:
         except Regroup:
             raise  # the run goes on
         except Stopped as stopped:
+            from ddp_core.record.continuing import continue_command
+
             told = Stopped(stopped.reason, stopped.step, continue_command(self.request))
             self._end("stopped", ExitCode.STOPPED, str(told))
             raise told from None
@@ -321,89 +320,6 @@ class RunRecord:
         if (broken := broken_promise(self.directory.read())) is not None:
             job.console.warn(f"{broken}: these weights are not promised to come out again, on this layout or another")
         return result
-
-
-@dataclass
-class Changes:
-    """What a new attempt at a run changes."""
-
-    source: dict[str, Any]
-    """The `source` of run.json, which tells of the newest code."""
-    attempt: dict[str, Any] = field(default_factory=dict)
-    """The fields of the attempt in run.json that tell of the changes."""
-    notes: list[str] = field(default_factory=list)
-    """A line each for the user."""
-    fingerprint: bool = False
-    """Whether the fingerprint has changed."""
-
-    @classmethod
-    def since(
-        cls,
-        before: Mapping[str, Any],
-        directory: RunDirectory,
-        request: Request,
-        origin: Origin,
-        fingerprint: Mapping[str, Any],
-        steps_per_epoch: int,
-    ) -> Changes:
-        """Compare with `before`, the content of run.json (empty for a new run), and keep code that is new or changed.
-
-        Raises UserError (4) where the code cannot be written, and with `--guard strict` where the run can no longer be
-        what one training would have made of it.
-        """
-        if "source" not in before:
-            origin.source.write(directory.path / FOLDER)
-            return cls(origin.source.to_json(FOLDER), {"source": FOLDER})
-        changes = cls(before["source"], {"source": before["source"]["folder"]})
-        changes._note_source(directory, origin.source, request, number=len(before["attempts"]) + 1)
-        if (where := changed_at(recorded_digest(directory.path, before), origin.data)) is not None:
-            changes.attempt["data_changed"] = where
-            changes.notes.append(not_promised(f"{_UNLIKE_BEFORE} other data: {where}", request.options))
-        changes._note_length(before, request, steps_per_epoch)
-        other = _unlike_before(fingerprint, before["fingerprint"])
-        changes.fingerprint = bool(other)
-        changes.notes += [not_promised(line, request.options) for line in other]
-        return changes
-
-    def _note_source(self, directory: RunDirectory, now: Source, request: Request, number: int) -> None:
-        before = read_source(directory.path, self.source)
-        changed = changed_files(before.texts, now.texts)
-        if not changed:
-            return
-        folder = f"{FOLDER}-{number}"
-        self.notes.append(
-            not_promised(
-                f"goes on with changed code ({', '.join(changed)}), kept in {folder}/; no single training gives "
-                "the same result, so `ddp verify` cannot repeat it",
-                request.options,
-            )
-        )
-        now.write(directory.path / folder)
-        self.source = now.to_json(folder)
-        digest = hashlib.sha256(diff(before, now).encode(errors="surrogateescape")).hexdigest()
-        self.attempt |= {"source": folder, "source_diff_sha256": digest}
-
-    def _note_length(self, before: Mapping[str, Any], request: Request, steps_per_epoch: int) -> None:
-        experiment = request.loaded.experiment
-        if not differing(before, experiment):
-            return
-        # Only a finished run can come here with another experiment: one that is longer.
-        steps = before["result"]["steps"]
-        self.attempt["extended_from"] = {**kept_length(before), "step": steps}
-        total = experiment.total_steps(steps_per_epoch)
-        self.notes.append(f"extends the finished run from {steps} to {total} steps")
-        schedule = experiment.schedule
-        if isinstance(schedule, Component) or schedule.name == "cosine":
-            sure = "depends" if schedule.name == "cosine" else "may depend"
-            self.notes.append(
-                f"warning: schedule {schedule.name} {sure} on the length of the run, and the first {steps} steps had "
-                f"the rates of the shorter one: the result is not that of one run of {total} steps"
-            )
-
-
-def _unlike_before(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    """Why the steps from here on are not promised those before: a line for each difference of the fingerprints."""
-    return [f"{_UNLIKE_BEFORE} {line}" for line in fingerprint_differences(here, there)]
 
 
 def _utc(moment: float) -> str:

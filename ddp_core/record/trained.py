@@ -32,13 +32,13 @@ from ddp_core.checkpoint import (
 from ddp_core.distributed.reports import tell_user
 from ddp_core.experiment.file import LoadedExperiment, Served, load_experiment
 from ddp_core.experiment.fresh_model import lazy_parts
+from ddp_core.experiment.kept_source import kept_modules, read_source
 from ddp_core.experiment.request import build_model
-from ddp_core.experiment.source import kept_modules, read_source
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.environment import recorded_experiment, require_source
 from ddp_core.record.initial_weights import fill
 from ddp_core.record.places import Place, place_named
+from ddp_core.record.recorded import recorded_experiment, require_source
 from ddp_core.record.run_json import RecordedRun
 from ddp_core.record.weights import AVERAGED_WEIGHTS, WEIGHTS, final_weights
 

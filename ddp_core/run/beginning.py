@@ -32,7 +32,7 @@ from ddp_core.record.data import agreed_digest, digest_data, has_files_to_read, 
 from ddp_core.record.environment import facts_of
 from ddp_core.record.guarded import not_promised
 from ddp_core.run.facts import Facts, facts_of_all
-from ddp_core.run.resuming import ChosenRun
+from ddp_core.run.starting import ChosenRun
 from ddp_core.sharding import Sharding
 from ddp_core.trainers.train_state import score_of
 

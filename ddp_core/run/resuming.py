@@ -1,108 +1,39 @@
-"""Where a run starts: its directory and record, and the checkpoint or the weights, chosen by rank 0 for every rank."""
+"""How a run goes on: it is the same experiment with the same code, and gets its newest state back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch.optim import Optimizer
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.refusals import refused
 from ddp_core.base.shown import shown
-from ddp_core.checkpoint import Checkpoint, Readers, describe, load, newest_valid, read_checkpoint
-from ddp_core.data.data_digest import DataDigest, changed_at
-from ddp_core.distributed.process_group import Collectives
+from ddp_core.checkpoint import Checkpoint, Readers, describe, load
 from ddp_core.distributed.world import World
+from ddp_core.experiment.kept_source import changed_files, diff, read_source, shortened
 from ddp_core.experiment.request import Request
-from ddp_core.experiment.source import Source, changed_files, diff, read_source, shortened
-from ddp_core.observe.heartbeat import clear_heartbeats
-from ddp_core.observe.metrics import Console, each_record
-from ddp_core.record.continuing import (
-    accepting_command,
-    find_resumable,
-    find_unfinished,
-    recorded_weights,
-    require_continuable,
-)
-from ddp_core.record.data import recorded_digest
-from ddp_core.record.directory import RunDirectory, find_launch, pass_over
-from ddp_core.record.lock import RunLock
-from ddp_core.record.run_record import Begun, Origin, RunRecord
+from ddp_core.experiment.source import Source
+from ddp_core.record.continuing import accepting_command, find_resumable, find_unfinished, require_continuable
+from ddp_core.record.directory import RunDirectory
 from ddp_core.trainers import Trainer
 
-if TYPE_CHECKING:
-    from ddp_core.record.forking import Fork
-    from ddp_core.record.initial_weights import InitialWeights
 
-_P = ParamSpec("_P")
-_Choice = TypeVar("_Choice")
+def found_to_continue(
+    named: RunDirectory | None, request: Request, source: Source, samples: int, world: World
+) -> RunDirectory | None:
+    """The run to continue: the one that is `named`, else the one that the request means; None where there is none.
 
-
-def by_rank_0(collectives: Collectives, choose: Callable[_P, _Choice], *words: _P.args, **named: _P.kwargs) -> _Choice:
-    """What `choose` returns on rank 0, the only rank that calls it, on every rank; every rank raises its UserError.
-
-    An OSError becomes one (4).
+    `source`: the user's code today. `samples`: the number of training samples. Raises UserError (3) where that run has
+    other settings, or was begun with other code.
     """
-    answer: tuple[_Choice | None, UserError | None] = (None, None)
-    if collectives.world.is_first:
-        try:
-            answer = (choose(*words, **named), None)
-        except UserError as error:
-            answer = (None, error)
-        except OSError as error:
-            answer = (None, refused(error))
-    choice, failure = collectives.broadcast(answer)
-    if failure is not None:
-        raise failure
-    return choice  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class ChosenRun:
-    """The run that all ranks work on."""
-
-    directory: RunDirectory
-    weights: InitialWeights | None
-    """Those of step 0; None for random ones."""
-    fork: Fork | None
-    """Where it branches off, if it is new and does."""
-
-
-def choose_run(request: Request, source: Source, samples: int, data: DataDigest, world: World) -> ChosenRun:
-    """The run to continue, or a new one. Raises UserError as the functions below do.
-
-    `source`: the user's code today. `samples`: the number of training samples. `data`: their digest.
-    """
-    directory = choose_directory(request, source, samples, world)
-    weights = choose_weights(request, directory)
-    return ChosenRun(directory, weights, choose_fork(request, directory, samples, data))
-
-
-def choose_directory(request: Request, source: Source, samples: int, world: World) -> RunDirectory:
-    """The directory of the run: that of the run to continue, or a new one.
-
-    `source`: the user's code today. `samples`: the number of training samples. Raises UserError (3) where the run to
-    continue has other settings, or was begun with other code.
-    """
-    output, experiment = Path(request.options.output), request.loaded.experiment
-    found: RunDirectory | None = None
-    if request.resume not in ("auto", "never"):
-        found = RunDirectory(Path(request.resume))
-    elif world.launch_id is not None:
-        found = find_launch(output, experiment, world.launch_id, pass_over)
+    found = named
+    if named is not None:
+        require_continuable(named, request, samples)
+    else:
+        found = find_resumable(request, samples) if request.resume == "auto" else find_unfinished(request)
     if found is not None:
-        require_continuable(found, request, samples)
-    elif request.resume == "auto":
-        found = find_resumable(request, samples)
-    elif world.restart_count > 0:
-        found = find_unfinished(request)
-    if found is None:
-        return RunDirectory.create(output, experiment, request.layout)
-    _require_source(found, request, source, world)
+        _require_source(found, request, source, world)
     return found
 
 
@@ -130,102 +61,9 @@ def _require_source(directory: RunDirectory, request: Request, source: Source, w
     )
 
 
-def choose_weights(request: Request, directory: RunDirectory) -> InitialWeights | None:
-    """The weights with which step 0 starts (`--init-from`); None for random weights."""
-    if (directory.path / "run.json").exists():
-        return recorded_weights(directory.read())
-    given = request.asked.init_from if request.asked is not None else None
-    if given is None:
-        return None
-    from ddp_core.record.initial_weights import find_weights
-
-    return find_weights(given)
-
-
-def choose_fork(request: Request, directory: RunDirectory, samples: int, data: DataDigest) -> Fork | None:
-    """Where a new run branches off (`--fork`); None for one that does not, and for one that is continued.
-
-    Raises UserError as `find_fork` does, and where the data are others than those that the parent was trained on.
-    """
-    if not request.branches_off or (directory.path / "run.json").exists():
-        return None
-    from ddp_core.record.forking import find_fork
-
-    fork = find_fork(request, samples)
-    parent = RunDirectory(Path(fork.run))
-    if (where := changed_at(recorded_digest(parent.path, parent.read()), data)) is not None:
-        raise UserError(
-            f"--fork {fork.given}: the data have changed since ({where}), so its position means nothing: bring them "
-            "back, or begin a run with the weights alone: --init-from"
-        )
-    return fork
-
-
-def choose_checkpoint(collectives: Collectives, directory: RunDirectory, console: Console) -> Checkpoint | None:
-    """The newest valid checkpoint, the same on every rank; None for a run that begins at step 0.
-
-    A fork begins with a copy of one. Raises UserError as `bring_checkpoint` does.
-    """
-
-    def newest() -> Checkpoint | None:
-        if (fork := directory.read().get("forked_from")) is not None:
-            from ddp_core.record.forking import bring_checkpoint
-
-            bring_checkpoint(directory, fork)
-        return newest_valid(directory.checkpoints, console.say)
-
-    chosen = by_rank_0(collectives, newest)
-    return None if chosen is None else read_checkpoint(chosen.manifest, sha256=chosen.sha256)
-
-
-def _start(record: RunRecord, lock: RunLock) -> Begun:
-    """Take the lock of the run directory, and begin the record.
-
-    Raises UserError where the lock cannot be taken, and another launch holds it.
-    """
-    world, directory = record.world, record.directory
-    try:
-        lock.acquire()
-    except UserError as error:
-        # A worker of this launch that was stopped (SIGSTOP) may still hold the lock. This worker then trains without
-        # it: the fence keeps the other one from writing.
-        is_held = error.exit_code == ExitCode.BAD_INPUT and world.launch_id is not None
-        if not is_held or directory.read().get("launch_id") != world.launch_id:
-            raise
-    return record.start()
-
-
-@contextmanager
-def open_record(
-    collectives: Collectives,
-    request: Request,
-    directory: RunDirectory,
-    origin: Origin,
-    steps_per_epoch: int,
-    console: Console,
-) -> Iterator[RunRecord]:
-    """The record of the run; rank 0 begins it, and holds the lock of the run directory until the block ends."""
-    world, record = collectives.world, RunRecord(request, collectives, directory, origin, steps_per_epoch)
-    with ExitStack() as stack:
-        lock = RunLock(directory.path)
-        stack.callback(lock.release)
-        record.begun = by_rank_0(collectives, _start, record, lock)
-        if world.is_first:
-            clear_heartbeats(directory.path)
-            assert record.fence is not None
-            console.log_to(directory.log, record.fence.check)
-        yield record
-
-
-def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, notes: Sequence[str]) -> None:
-    """Load the checkpoint `start`, if there is one; `notes` are lines on what has changed since the run began."""
-    job, ranks = trainer.job, trainer.job.collectives.world.world_size
-    for line in notes:
-        job.console.say(line)
-    if start is None:
-        if job.collectives.world.is_first and next(each_record(directory.metrics), None):
-            job.metrics.write("resume", step=0, ranks=ranks)
-        return
+def resume(trainer: Trainer, start: Checkpoint, directory: RunDirectory, is_changed: bool) -> None:
+    """Load the checkpoint `start`. `is_changed`: whether something has changed since the run began."""
+    job = trainer.job
     # A run that was extended has checkpoints of the shorter experiment.
     record = directory.read()
     ours = [attempt.get("experiment_sha256") for attempt in record["attempts"]]
@@ -244,8 +82,8 @@ def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, 
         trainer.state.mark()
     if fork is not None:
         _take_hyperparameters(trainer.state.optimizer, fresh, fork["hyperparameters"])
-    trainer.witnessed.go_on(is_changed=bool(notes), is_fork=fork is not None)
-    job.metrics.write("resume", step=trainer.state.step, ranks=ranks)
+    trainer.witnessed.go_on(is_changed=is_changed, is_fork=fork is not None)
+    job.metrics.write("resume", step=trainer.state.step, ranks=job.collectives.world.world_size)
     job.console.say(f"resumed at step {trainer.state.step} (written on {shown(str(start.metadata['layout']))})")
 
 

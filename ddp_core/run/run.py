@@ -27,19 +27,14 @@ from ddp_core.model.losses import LOSSES
 from ddp_core.numerics.limits import rules_of
 from ddp_core.observe.heartbeat import Heartbeat
 from ddp_core.observe.lost_peers import is_peer_loss, short_message
+from ddp_core.observe.metrics import each_record
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.run_record import Origin, RunRecord
 from ddp_core.run.beginning import Beginning, Prepared, begun
 from ddp_core.run.job import job_of, metrics_of
 from ddp_core.run.memory import require_room
 from ddp_core.run.recovery import Recovery
-from ddp_core.run.resuming import (
-    by_rank_0,
-    choose_checkpoint,
-    choose_run,
-    open_record,
-    resume,
-)
+from ddp_core.run.starting import by_rank_0, choose_checkpoint, choose_run, open_record
 from ddp_core.trainers import Trainer, build_trainer
 
 
@@ -190,10 +185,19 @@ def _choose_start(beginning: Beginning, record: RunRecord, recovery: Recovery) -
 
 
 def _bring_to(checkpoint: Checkpoint | None, trainer: Trainer, record: RunRecord) -> None:
-    """Say what begins, and load the checkpoint; without one, try the loss."""
-    _announce(trainer, record.directory)
-    resume(trainer, checkpoint, record.directory, record.notes)
-    if checkpoint is None and trainer.job.parts.loss not in LOSSES.values():
+    """Say what begins and what has changed, and load the checkpoint; without one, try the loss."""
+    job, directory = trainer.job, record.directory
+    _announce(trainer, directory)
+    for line in record.notes:
+        job.console.say(line)
+    if checkpoint is not None:
+        from ddp_core.run.resuming import resume
+
+        resume(trainer, checkpoint, directory, is_changed=bool(record.notes))
+        return
+    if record.world.is_first and next(each_record(directory.metrics), None):
+        job.metrics.write("resume", step=0, ranks=record.world.world_size)
+    if job.parts.loss not in LOSSES.values():
         from ddp_core.trainers.trial import check_loss
 
         check_loss(trainer)

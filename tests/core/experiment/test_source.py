@@ -14,7 +14,8 @@ import pytest
 
 from ddp_core.base.errors import UserError
 from ddp_core.experiment.file import INSTALLED, Served, load_experiment
-from ddp_core.experiment.source import Source, changed_files, collect, diff, read_source, serve_modules, shortened
+from ddp_core.experiment.kept_source import changed_files, diff, read_source, serve_modules, shortened
+from ddp_core.experiment.source import Source, collect
 from tests.support.own_project import BESIDE, write_project
 from tests.support.processes import ask
 

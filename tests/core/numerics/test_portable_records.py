@@ -16,7 +16,7 @@ from ddp_core.cli.compare import verdict
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.config.records import Numerics
 from ddp_core.numerics.limits import RULES, rules_of
-from ddp_core.record.environment import recorded_experiment, recorded_numerics
+from ddp_core.record.recorded import recorded_experiment, recorded_numerics
 from tests.support.commands import ddp, trained
 
 CPU = torch.device("cpu")

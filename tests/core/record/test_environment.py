@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.record.environment import describe_code, package_differences, pins, version_line
+from ddp_core.record.environment import describe_code, version_line
+from ddp_core.record.recorded import package_differences, pins
 
 COMMIT = "0123456789abcdef"
 HERE = {"python": platform.python_version(), "packages": {"torch": version("torch"), "numpy": version("numpy")}}

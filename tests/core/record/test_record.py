@@ -59,7 +59,7 @@ def begun(
     origin = replace(ORIGIN, fingerprint=of_all_ranks(every))
     record = RunRecord(request, Collectives(world or World(), CPU), directory, origin, steps_per_epoch=4)
     if start:
-        record.start()
+        record.begun = record.start()
     record.usage.start()
     return record
 

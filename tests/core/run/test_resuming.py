@@ -18,7 +18,8 @@ from ddp_core.observe.metrics import Console
 from ddp_core.record import run_record
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.lock import RunLock
-from ddp_core.run.resuming import choose_checkpoint, open_record, resume
+from ddp_core.run.resuming import resume
+from ddp_core.run.starting import choose_checkpoint, open_record
 from tests.core.record.test_record import ORIGIN, begun
 from tests.core.trainers.test_trainers import CPU, experiment, trainer_of
 from tests.support.records import a_record
@@ -78,8 +79,8 @@ def test_a_checkpoint_is_of_an_experiment_that_the_run_has_trained(tmp_path: Pat
         [start] = find_checkpoints(directory.checkpoints)
         if written_by == "another":
             with pytest.raises(UserError, match="written with experiment_sha256 'another'") as refused:
-                resume(trainer, start, directory, [])
+                resume(trainer, start, directory, is_changed=False)
             assert refused.value.exit_code == ExitCode.NO_CHECKPOINT
         else:
-            resume(trainer, start, directory, [])
+            resume(trainer, start, directory, is_changed=False)
         assert trainer.state.step == (0 if written_by == "another" else 2)
