@@ -14,7 +14,7 @@ from ddp_core.base.ending import said_by
 from ddp_core.base.errors import UserError, near_names
 from ddp_core.base.process import leave_first_process, make_patient
 from ddp_core.cli.click_kinds import asked_in, meant_by
-from ddp_core.cli.commands import ddp, train_
+from ddp_core.cli.train_command import ddp, train_
 from ddp_core.cli.words import IS_OWN_PROCESS
 from ddp_core.distributed.stop import asking_signals, signals_as_before, stops_at_once
 from ddp_core.distributed.world import World
@@ -32,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     # A program that calls this function with words may go on afterwards; a worker's process ends with the command.
     goes_on = arguments is not None and not World.is_set()
+    if words[:1] != ["train"]:
+        import ddp_core.cli.commands  # noqa: F401  (adds the other commands to the group)
     heard = [*asking_signals(), *([] if goes_on else [signal.SIGINT])] if words[:1] == ["train"] else []
     try:
         with (

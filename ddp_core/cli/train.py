@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.silent_ends import no_silent_end
 from ddp_core.cli.early_numerics import EarlyNumerics
-from ddp_core.cli.launched import follow_launcher
 from ddp_core.config.options import Asked
 from ddp_core.distributed.addresses import address_served, require_port
 from ddp_core.distributed.reports import report_end
@@ -45,7 +44,11 @@ def carry_out(
     world = World.from_environment()
     numerics = EarlyNumerics(words, is_own_process)
     numerics.expect(asked)
-    asked, is_host = follow_launcher(asked, world, node_here())
+    node, is_host = node_here(), False
+    if world.world_size > 1 or node is not None:
+        from ddp_core.cli.launched import follow_launcher
+
+        asked, is_host = follow_launcher(asked, world, node)
     require_free(asked, world)
     # These load torch, which takes seconds.
     from ddp_core.base.determinism import use_chosen_threads
