@@ -208,7 +208,7 @@ def check_request(request: Request, only_look: bool = False) -> None:
             f"--resume {request.resume}: no run directory there (it has no run.json); use auto, never, or a run's path"
         )
     _check_fork(request)
-    given = request.asked.init_from if request.asked is not None else None
+    given = request.asked.init_from
     if given is not None and request.resume == "never" and not Path(given).exists():
         raise UserError(f"--init-from {given}: there is no such run or file")
     splits = build_splits(request.loaded, Path(request.options.data_dir))
@@ -216,7 +216,7 @@ def check_request(request: Request, only_look: bool = False) -> None:
         from ddp_core.record.continuing import require_continuable
 
         require_continuable(RunDirectory(Path(request.resume)), request, len(splits.train))
-    elif request.resume == "never" and request.branches_off:
+    elif request.resume == "never" and request.asked.fork is not None:
         from ddp_core.record.forking import find_fork
 
         find_fork(request, len(splits.train))
@@ -227,8 +227,8 @@ def check_request(request: Request, only_look: bool = False) -> None:
 def _check_fork(request: Request) -> None:
     """Raises UserError where options contradict --fork, or the run is not there."""
     asked = request.asked
-    if asked is None or asked.fork is None:
-        if asked is not None and asked.at is not None:
+    if asked.fork is None:
+        if asked.at is not None:
             raise UserError(
                 f"--at {asked.at} is the step of the checkpoint that --fork RUN begins with; add --fork RUN"
             )

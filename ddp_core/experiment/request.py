@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,8 +60,8 @@ class Request:
     resume: str = "never"
     """`auto`, `never`, or a run directory."""
     command: str = ""
-    asked: Asked | None = None
-    """What the user asked for on the command line; None for a request that has another origin."""
+    asked: Asked = field(default_factory=lambda: Asked(experiment=""))
+    """What the user asked for on the command line."""
     evaluated: Evaluated | None = None
     """None for a request that trains."""
     rehearsed: tuple[str, bool] | None = None
@@ -73,34 +73,19 @@ class Request:
         return hashlib.sha256(self.loaded.source.encode()).hexdigest()
 
     @property
-    def only_steps(self) -> int | None:
-        """The steps after which a run ends that is only tried; None for any other run."""
-        return None if self.asked is None else self.asked.only_steps
-
-    @property
-    def is_miniature(self) -> bool:
-        """Whether epochs are cut to a few steps."""
-        return self.asked is not None and self.asked.miniature
-
-    @property
     def noted_in(self) -> Path | None:
         """The file in which rank 0 notes what each step makes of the state; None for no notes."""
-        return None if self.asked is None or self.asked.noted_in is None else Path(self.asked.noted_in)
-
-    @property
-    def branches_off(self) -> bool:
-        """Whether a new run of it is a fork of another one."""
-        return self.asked is not None and self.asked.fork is not None
+        return None if self.asked.noted_in is None else Path(self.asked.noted_in)
 
     @property
     def is_witness(self) -> bool:
         """Whether steps of a run are trained again from a checkpoint of it, with the very same data."""
-        return self.noted_in is not None and not self.is_miniature
+        return self.noted_in is not None and not self.asked.miniature
 
     @property
     def is_tried(self) -> bool:
         """Whether this is no run for its own sake: a trial, a rehearsal or a witness."""
-        return self.only_steps is not None or self.is_miniature
+        return self.asked.only_steps is not None or self.asked.miniature
 
     def to_json(self) -> str:
         """The whole request as a JSON text, which a worker begins with; functions go along as the file's text."""
@@ -117,7 +102,7 @@ class Request:
                 "options": self.options.model_dump(mode="json"),
                 "resume": self.resume,
                 "command": self.command,
-                "asked": None if self.asked is None else self.asked.model_dump(mode="json", exclude_unset=True),
+                "asked": self.asked.model_dump(mode="json", exclude_unset=True),
                 "evaluated": self.evaluated,
                 "rehearsed": self.rehearsed,
             }
@@ -134,8 +119,8 @@ class Request:
         if hashlib.sha256(source.encode()).hexdigest() != told["source_sha256"]:
             raise UserError(f"the request's copy of {path} was changed on its way; start again")
         served = None if told["served"] is None else Served(*told["served"])
-        asked = None if told["asked"] is None else Asked(**told["asked"])
-        if asked is not None and asked.clock_ahead:
+        asked = Asked(**told["asked"])
+        if asked.clock_ahead:
             # Only a rehearsal asks for it.
             from ddp_core.base.later import put_clock_ahead
 
@@ -164,7 +149,7 @@ class Request:
 
         Raises UserError (6) where the user has asked for another number, rather than for a range.
         """
-        if self.asked is not None and self.asked.nnodes.low == self.layout.nnodes != nnodes:
+        if self.asked.nnodes.low == self.layout.nnodes != nnodes:
             raise missing_nodes(self.layout.nnodes, nnodes)
         return replace(self, layout=self.layout.model_copy(update={"nnodes": nnodes}))
 

@@ -190,7 +190,7 @@ def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
     """
     if not _branches_alike(record, request):
         return False
-    given = request.asked.init_from if request.asked is not None else None
+    given = request.asked.init_from
     recorded = record.get("init_from")
     if given is None:
         return recorded is None or request.resume not in ("auto", "never")
@@ -207,7 +207,7 @@ def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
 def _branches_alike(record: Mapping[str, Any], request: Request) -> bool:
     """Whether the run has branched off where the request asks for (`--fork`)."""
     asked, fork = request.asked, record.get("forked_from")
-    if asked is None or asked.fork is None:
+    if asked.fork is None:
         return fork is None or request.resume not in ("auto", "never")
     # The parent may be trained still, and so have newer checkpoints by now.
     return fork is not None and fork["given"] == asked.fork and asked.at in (None, fork["step"])
@@ -228,8 +228,7 @@ def _in_words(record: Mapping[str, Any], request: Request) -> str:
 def _continue_it(directory: RunDirectory, record: Mapping[str, Any], request: Request) -> str:
     """The command that continues the run, with the settings of its record instead of those of the request."""
     other = differing(record, request.loaded.experiment)
-    asked = request.asked
-    kept = [text for text in (asked.settings if asked else ()) if text.partition("=")[0].strip() not in other]
+    kept = [text for text in request.asked.settings if text.partition("=")[0].strip() not in other]
     theirs = [
         shown(f"{name}={setting_text(values.there)}") for name, values in other.items() if values.there is not ...
     ]
@@ -261,8 +260,6 @@ def accepting_command(directory: RunDirectory, request: Request) -> str:
 def _command(request: Request, **changes: Any) -> str:
     """The request's command line with some fields changed, quoted for a shell and set in backticks."""
     asked = request.asked
-    if asked is None:
-        return f"--resume {changes['resume']}"
     changes = {"faults": (), "accept_changed_code": False} | changes
     if changes["resume"] not in ("auto", "never"):
         changes |= {"fork": None, "at": None}

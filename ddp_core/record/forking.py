@@ -58,7 +58,6 @@ def find_fork(request: Request, samples: int) -> Fork:
     change.
     """
     asked = request.asked
-    assert asked is not None
     assert asked.fork is not None
     parent = RunDirectory(Path(asked.fork))
     record = parent.read()

@@ -142,7 +142,7 @@ class RunRecord:
                 "experiment_sha256": loaded.experiment.digest(),
                 "experiment_file": str(loaded.path),
                 "question": loaded.question,
-                "settings": list(request.asked.settings) if request.asked is not None else [],
+                "settings": list(request.asked.settings),
                 "source": source,
                 "init_from": origin.weights.to_json() if origin.weights is not None else None,
                 "forked_from": origin.fork.to_json() if parent and origin.fork else before.get("forked_from"),

@@ -169,7 +169,7 @@ def _built(request: Request, device: torch.device, prepared: Prepared) -> tuple[
     check_promise(request)
     is_known = prepared.source is not None
     splits = prepared.splits
-    if request.is_miniature:
+    if request.asked.miniature:
         built = build_splits(request.loaded, Path(request.options.data_dir))
         splits = replace(built, most=request.loaded.experiment.samples_in_miniature(len(built.train)))
     parts = build_parts(request.loaded, Path(request.options.data_dir), device, splits)

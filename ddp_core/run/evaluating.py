@@ -121,7 +121,7 @@ def _told(
     recorded = next((entry for entry in reversed(entries) if entry["step"] == evaluated.step), None)
     before = recorded_digest(run.path, record)
     no_digest = beginning.data.sha256 is None or before.sha256 is None
-    settings = () if request.asked is None else request.asked.settings
+    settings = request.asked.settings
     is_same = None if no_digest else changed_at(before, beginning.data) is None
     told: dict[str, Any] = json.loads(
         json_text(

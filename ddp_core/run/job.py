@@ -58,7 +58,7 @@ def job_of(
                 witness=OverSocket(directory) if world.is_first else None,
                 has_random_data=record.is_random,
             ),
-            trial=Trial(request.is_miniature, request.only_steps, request.noted_in),
+            trial=Trial(request.asked.miniature, request.asked.only_steps, request.noted_in),
             makes_room=makes_room,
             observers=[heartbeat, *parts.observers, *observers],
         )

@@ -152,7 +152,7 @@ def _key(request: Request, layout: Layout, splits: Splits) -> str | None:
     data = splits.digest or digest_items(replace(splits, files=())).sha256
     if data is None:
         return None
-    options, asked = request.options, request.asked
+    options = request.options
     facts = {
         "experiment": request.loaded.experiment.digest(),
         "code": collect(request.loaded).files,
@@ -160,7 +160,7 @@ def _key(request: Request, layout: Layout, splits: Splits) -> str | None:
         "layout": layout.model_dump(mode="json"),
         "options": [options.reduction, options.numerics, options.deterministic, options.cuda_graph, options.on_nan],
         "workers": min(options.workers, 1),
-        "init_from": None if asked is None else asked.init_from,
+        "init_from": request.asked.init_from,
         # What another process would compute on: a device is not asked for more than its kind here.
         "fingerprint": fingerprint(torch.device("cpu"), rules_of(options.numerics)),
     }

@@ -69,7 +69,6 @@ class _Process(Protocol):
 
 def elsewhere(request: Request, layout: Layout, folder: Path, asked: Mapping[str, Any], **options: Any) -> Request:
     """The request, trained on `layout` with its output below `folder`; `asked` and `options` change fields of both."""
-    assert request.asked is not None
     changed: dict[str, Any] = {**_OWN_WAY, "output": str(folder / "runs"), **options}
     if layout.kind == "dp":
         changed["cuda_graph"] = False  # its threads cannot record one

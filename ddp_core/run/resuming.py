@@ -40,8 +40,7 @@ def found_to_continue(
 def _require_source(directory: RunDirectory, request: Request, source: Source, world: World) -> None:
     """Raises UserError (3), with what has changed, where the run began with other code that is not accepted."""
     record = directory.read()
-    accepted = request.asked is not None and request.asked.accept_changed_code
-    if accepted or "source" not in record:
+    if request.asked.accept_changed_code or "source" not in record:
         return
     before = read_source(directory.path, record["source"])
     changed = changed_files(before.texts, source.texts)

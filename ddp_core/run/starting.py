@@ -96,7 +96,7 @@ def choose_weights(request: Request, directory: RunDirectory) -> InitialWeights 
         from ddp_core.record.continuing import recorded_weights
 
         return recorded_weights(directory.read())
-    given = request.asked.init_from if request.asked is not None else None
+    given = request.asked.init_from
     if given is None:
         return None
     from ddp_core.record.initial_weights import find_weights
@@ -109,7 +109,7 @@ def choose_fork(request: Request, directory: RunDirectory, samples: int, data: D
 
     Raises UserError as `find_fork` does, and where the data are others than those that the parent was trained on.
     """
-    if not request.branches_off or (directory.path / "run.json").exists():
+    if request.asked.fork is None or (directory.path / "run.json").exists():
         return None
     from ddp_core.record.forking import find_fork
 
