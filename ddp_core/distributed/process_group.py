@@ -141,10 +141,6 @@ class Collectives:
                 asked = time.monotonic()
             time.sleep(_LOOKING_SECONDS)
 
-    def never_stuck(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which ranks of this group connect or part; see `connecting`."""
-        return self.connecting(self.uses_nccl)
-
     @contextlib.contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
         """Where the block raises, end NCCL's collectives without waiting for them; nothing can be sent afterwards.
@@ -163,7 +159,7 @@ class Collectives:
     def end(self) -> None:
         """Destroy the process group, unless it was abandoned."""
         if not self.is_abandoned:
-            with self.never_stuck():
+            with self.connecting(self.uses_nccl):
                 dist.destroy_process_group()
 
     @property

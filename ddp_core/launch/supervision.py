@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ddp_core.base.torch_internals import end_keep_alives
@@ -44,19 +44,16 @@ class Supervision:
 
         return Agent(*of_agent)
 
-    def watched(self, agent: Agent, handler: RendezvousHandler, meeting: Meeting) -> AbstractContextManager[None]:
+    @contextmanager
+    def watched(self, agent: Agent, handler: RendezvousHandler, meeting: Meeting) -> Iterator[None]:
         """A block in which the agent runs; it ends this process where the node is cut off from the others."""
-        return _watched(agent, handler, meeting.endpoint, max(2 * self.patience, _CUT_OFF_SECONDS))
+        from ddp_core.launch.meeting import leaves_when_cut_off
 
-
-@contextmanager
-def _watched(agent: Agent, handler: RendezvousHandler, endpoint: str | None, patience: float) -> Iterator[None]:
-    from ddp_core.launch.meeting import leaves_when_cut_off
-
-    try:
-        with leaves_when_cut_off(endpoint, patience, agent.kill_workers):
-            yield
-    finally:
-        # A thread that waits for the store's answer while the interpreter ends aborts the process, and its exit code is
-        # lost. The rendezvous itself stays open for other nodes.
-        end_keep_alives(handler, _ENDING_SECONDS)
+        patience = max(2 * self.patience, _CUT_OFF_SECONDS)
+        try:
+            with leaves_when_cut_off(meeting.endpoint, patience, agent.kill_workers):
+                yield
+        finally:
+            # A thread that waits for the store's answer while the interpreter ends aborts the process, and its exit
+            # code is lost. The rendezvous itself stays open for other nodes.
+            end_keep_alives(handler, _ENDING_SECONDS)

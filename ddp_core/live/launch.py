@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler
@@ -50,6 +50,7 @@ class LiveSupervision(Supervision):
         """What starts the workers, looks at them, and replaces lost ones."""
         return LiveAgent(self.patience, *of_agent)
 
-    def watched(self, agent: Agent, handler: RendezvousHandler, meeting: Meeting) -> AbstractContextManager[None]:
+    @contextmanager
+    def watched(self, agent: Agent, handler: RendezvousHandler, meeting: Meeting) -> Iterator[None]:
         """A block in which the agent runs, which notices by itself where the store is lost."""
-        return nullcontext()
+        yield

@@ -76,7 +76,7 @@ class DistributedStrategy(SingleStrategy):
 
     def retrain(self) -> None:
         """Make DDP and the reduction anew, for what is trained now."""
-        with self.job.collectives.never_stuck():
+        with self.job.collectives.connecting(self.job.collectives.uses_nccl):
             self.drop()
             self.set_up()
 
@@ -100,7 +100,7 @@ class DistributedStrategy(SingleStrategy):
 
     def close(self) -> None:
         """End the communication threads, then drop DDP: its reducer must be gone before the process group is."""
-        with self.job.collectives.never_stuck():
+        with self.job.collectives.connecting(self.job.collectives.uses_nccl):
             self.drop()
 
     def drop(self) -> None:
