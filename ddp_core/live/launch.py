@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
-
-from torch.distributed.elastic.rendezvous import RendezvousHandler
+from typing import TYPE_CHECKING, Any
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.torch_internals import ALIKE_NODES
 from ddp_core.experiment.request import Request
-from ddp_core.launch.agent import Agent
 from ddp_core.launch.launch import launch
-from ddp_core.launch.meeting import reach
 from ddp_core.launch.nodes import Meeting
 from ddp_core.launch.supervision import Supervision
-from ddp_core.live.agent import LiveAgent
-from ddp_core.live.meeting import LiveRendezvous
 from ddp_core.live.recovery import LiveRecovery
 from ddp_core.run.run import work
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+    from ddp_core.launch.agent import Agent
 
 
 def launch_live(request: Request, meeting: Meeting) -> int:
@@ -43,11 +42,16 @@ class LiveSupervision(Supervision):
         self, meeting: Meeting, address: str, facts: Mapping[str, str], nproc_per_node: int, join_seconds: int
     ) -> RendezvousHandler:
         """Where this node meets the others, and later ones join them."""
+        from ddp_core.launch.meeting import reach
+        from ddp_core.live.meeting import LiveRendezvous
+
         os.environ[ALIKE_NODES] = "1"
         return LiveRendezvous(reach(meeting), meeting, address, facts, nproc_per_node, join_seconds)
 
     def agent(self, *of_agent: Any) -> Agent:
         """What starts the workers, looks at them, and replaces lost ones."""
+        from ddp_core.live.agent import LiveAgent
+
         return LiveAgent(self.patience, *of_agent)
 
     @contextmanager
