@@ -8,50 +8,39 @@ import torch
 import torch.distributed as dist
 
 from .collectives import BatchedMessages, CollectiveExchange
-from .exchange import Carrier, Exchange, WholeExchange
-from .host_memory import ThroughHost
+from .exchange import Carrier, Exchange
 from .messages import PointToPoint
 
 
-def exchange_on(group: dist.ProcessGroup, device: torch.device) -> WholeExchange:
+def exchange_on(group: dist.ProcessGroup, device: torch.device) -> Exchange:
     """The exchange between all ranks of the group for tensors on `device`."""
-    return CollectiveExchange(group) if _backend(group, device) == "nccl" else _messages(group, device)
+    return CollectiveExchange(group) if _backend(group, device) == "nccl" else PointToPoint(group)
 
 
 def exchange_among(group: dist.ProcessGroup, device: torch.device, members: Sequence[int], tag: int) -> Exchange:
     """The exchange between these ranks of the group for tensors on `device`; for `tag` see `PointToPoint`."""
     if _backend(group, device) == "nccl":
         return BatchedMessages(group, members)
-    return _messages(group, device, members, tag)
+    return PointToPoint(group, members, tag)
 
 
 def carrier_on(group: dist.ProcessGroup, device: torch.device, tag: int) -> Carrier:
-    """The carrier for tensors on `device`, in host memory if `goes_through_host`; for `tag` see `PointToPoint`.
-
-    A collective.
-    """
+    """The carrier for tensors on `device`; for `tag` see `PointToPoint`. A collective."""
     if _backend(group, device) != "nccl":
         return PointToPoint(group, tag=tag)
     connect(exchange_on(group, device), device)
     return BatchedMessages(group, range(group.size()))
 
 
-def connect(exchange: WholeExchange, device: torch.device) -> None:
+def connect(exchange: Exchange, device: torch.device) -> None:
     """NCCL connects ranks in the first collective of all; after that some may send to each other."""
     cuts = [slice(rank, rank + 1) for rank in range(exchange.world_size)]
     exchange.gather([(torch.zeros(exchange.world_size, device=device), cuts)])
 
 
 def goes_through_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether tensors on `device` are carried in host memory."""
+    """Whether tensors on `device` are to be copied to host memory (`host_memory`) before they are exchanged."""
     return device.type != "cpu" and _backend(group, device) == "gloo"
-
-
-def _messages(
-    group: dist.ProcessGroup, device: torch.device, members: Sequence[int] | None = None, tag: int = 0
-) -> WholeExchange:
-    messages = PointToPoint(group, members, tag)
-    return ThroughHost(messages) if goes_through_host(group, device) else messages
 
 
 def carries_host_memory(group: dist.ProcessGroup) -> bool:

@@ -6,32 +6,13 @@ more devices yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Arrival, Collected
-
-
-@dataclass
-class _Arrived:
-    """`Collected` where every operation waits: all parts are here, and `send_sum` is all that is left to do."""
-
-    arrivals: list[Arrival]
-    mine: Tensor
-    send_sum: Callable[[], None]
-
-    def wait_sent(self) -> None:
-        """Nothing to do."""
-
-    def expect_sums(self) -> None:
-        """Nothing to do."""
-
-    def end(self) -> None:
-        """Nothing to do."""
+from .exchange import Collected
 
 
 class CollectiveExchange:
@@ -43,13 +24,13 @@ class CollectiveExchange:
         self._group = group
         self.rank, self.world_size = group.rank(), group.size()
 
-    def collect(self, own: Sequence[Tensor], out: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
+    def collect(self, own: Sequence[Tensor], like: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
         """See `Exchange.collect`."""
         sizes = [cut.stop - cut.start for cut in cuts]
         size = sizes[self.rank]
         # The parts for one member lie together, so that they travel as one.
-        outbox = torch.cat([flat[cut] for cut in cuts for flat in own]) if own else out.new_empty(0)
-        inbox = out.new_empty(sum(counts) * size)
+        outbox = torch.cat([flat[cut] for cut in cuts for flat in own]) if own else like.new_empty(0)
+        inbox = like.new_empty(sum(counts) * size)
         dist.all_to_all_single(
             inbox,
             outbox,
@@ -58,11 +39,10 @@ class CollectiveExchange:
             group=self._group,
         )
         received = torch.split(inbox, size) if size else [inbox] * sum(counts)
-        arrivals: list[Arrival] = [(tensor, None) for tensor in received]
-        return _Arrived(arrivals, out[cuts[self.rank]], send_sum=lambda: self.gather([(out, cuts)]))
+        return Collected([(tensor, None) for tensor in received])
 
     def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
-        """See `Exchange.gather`. All parts of a flat tensor travel as large as the largest."""
+        """See `Gathers.gather`. All parts of a flat tensor travel as large as the largest."""
         for flat, cuts in flats:
             sizes = [cut.stop - cut.start for cut in cuts]
             whole = flat.new_empty((self.world_size, max(sizes)))
@@ -85,25 +65,26 @@ class BatchedMessages:
         self._group, self._members = group, members
         self.rank, self.world_size = members.index(group.rank()), len(members)
 
-    def collect(self, own: Sequence[Tensor], out: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
+    def collect(self, own: Sequence[Tensor], like: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
         """See `Exchange.collect`."""
-        mine = out[cuts[self.rank]]
+        size = cuts[self.rank].stop - cuts[self.rank].start
         received = [
             [flat[cuts[self.rank]] for flat in own]
             if peer == self.rank
-            else [torch.empty_like(mine) for _ in range(count)]
+            else [like.new_empty(size) for _ in range(count)]
             for peer, count in enumerate(counts)
         ]
         self._run(
             [(peer, flat[cut]) for peer, cut in enumerate(cuts) for flat in own],
             [(peer, tensor) for peer, tensors in enumerate(received) for tensor in tensors],
         )
+        return Collected([(tensor, None) for tensors in received for tensor in tensors])
 
-        def send_sum() -> None:
-            self._run([(peer, mine) for peer in range(len(cuts))], [(peer, out[cut]) for peer, cut in enumerate(cuts)])
-
-        arrivals: list[Arrival] = [(tensor, None) for tensors in received for tensor in tensors]
-        return _Arrived(arrivals, mine, send_sum)
+    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
+        """See `Gathers.gather`."""
+        for flat, cuts in flats:
+            parts = [flat[cut] for cut in cuts]
+            self._run([(peer, parts[self.rank]) for peer in range(len(cuts))], enumerate(parts))
 
     def carry(
         self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], tag: int = 0

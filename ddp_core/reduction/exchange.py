@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -29,67 +30,44 @@ Arrival = tuple[Tensor, Awaited | None]
 """A tensor that another member sends, and the work to wait for until it is there (None: it is there already)."""
 
 
-class Collected(Protocol):
-    """What `Exchange.collect` has started: every member's part of all tensors is on its way to that member.
-
-    Where each member keeps its own sum, `wait_sent` and `end` follow. Where all members need all sums, `expect_sums`,
-    `send_sum` and `end`.
-    """
+@dataclass
+class Collected:
+    """What `Exchange.collect` has started: every member's part of all tensors is on its way to that member."""
 
     arrivals: list[Arrival]
     """This member's part of all members' tensors: those of the first member, of the second, and so on."""
-    mine: Tensor
-    """Where the sum of this member's part belongs."""
-
-    def wait_sent(self) -> None:
-        """Wait until this member's own tensors are sent, and may be overwritten."""
-
-    def expect_sums(self) -> None:
-        """Wait as `wait_sent` does, and be ready to receive the other members' sums."""
-
-    def send_sum(self) -> None:
-        """Start to send the sum in `mine` to all members."""
-
-    def end(self) -> None:
-        """Wait until all messages have arrived. The tensors of `arrivals` may not be used any more.
-
-        `out` then holds all members' sums; without `send_sum` only this member's.
-        """
+    sent: Sequence[Awaited] = ()
+    """What to wait for before this member's own tensors may be overwritten; each once."""
+    end: Callable[[], object] = lambda: None
+    """Call this when the tensors of `arrivals` are not used any more."""
 
 
-class Exchange(Protocol):
-    """One way to carry tensors between members of a process group: all of its ranks, or some."""
+class Gathers(Protocol):
+    """What brings all members' parts of tensors to every member: all ranks of a process group, or some."""
 
     rank: int
     """The position of this process among the members."""
+
+    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
+        """Fill flat tensors, of each of which every member has one part: send this one's part to all, receive theirs.
+
+        Each tensor comes with its parts, one for each member. All of them may be on their way at once.
+        """
+
+
+class Exchange(Gathers, Protocol):
+    """One way to carry tensors between members of a process group."""
+
     world_size: int
     """The number of members."""
     one_round_bytes: int
     """Up to so many bytes more are sent where that saves a round."""
 
-    def collect(self, own: Sequence[Tensor], out: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
+    def collect(self, own: Sequence[Tensor], like: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
         """Start to send every member its part (`cuts`, one for each) of the flat tensors `own`.
 
-        `counts` says how many tensors each member brings. The tensors of `own` are overwritten, and `out` may be one of
-        them.
+        `counts` says how many tensors each member brings. `like` shows dtype and device.
         """
-
-
-class Gathers(Protocol):
-    """What brings all ranks' parts of tensors to every rank."""
-
-    rank: int
-    """The rank of this process."""
-
-    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
-        """Fill flat tensors, of each of which every rank has one part: send this rank's part to all, receive theirs.
-
-        Each tensor comes with its parts, one for each rank. All of them may be on their way at once.
-        """
-
-
-class WholeExchange(Exchange, Gathers, Protocol):
-    """An exchange between all ranks of a group."""
 
 
 class Carrier(Protocol):
@@ -115,3 +93,10 @@ def cut(elements: int, parts: int, dtype: torch.dtype) -> list[slice]:
     lines = -(-elements // line)
     borders = [min(elements, lines * part // parts * line) for part in range(parts + 1)]
     return [slice(*pair) for pair in itertools.pairwise(borders)]
+
+
+def wait_for(works: Iterable[Awaited | None]) -> None:
+    """Wait until all of these are done; None is done already."""
+    for work in works:
+        if work is not None:
+            work.wait()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Arrival, Awaited, Collected
+from .exchange import Arrival, Collected, wait_for
 
 
 class PointToPoint:
@@ -29,12 +29,12 @@ class PointToPoint:
         self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self.inboxes = Inboxes()
 
-    def collect(self, own: Sequence[Tensor], out: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
+    def collect(self, own: Sequence[Tensor], like: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
         """See `Exchange.collect`. Waiting raises RuntimeError when a peer is gone or silent for the group's timeout."""
         mine = cuts[self.rank]
         size = mine.stop - mine.start
         foreign = (sum(counts) - counts[self.rank]) * size
-        inbox = self.inboxes.take(foreign, out)
+        inbox = self.inboxes.take(foreign, like)
         parts = iter(torch.split(inbox[:foreign], size))
         arrivals: list[Arrival] = []
         for peer, count in enumerate(counts):
@@ -44,20 +44,19 @@ class PointToPoint:
                 received = [next(parts) for _ in range(count)]
                 arrivals += [(part, self.receive(part, peer)) for part in received]
             else:
-                arrivals += [(out[mine], None)] * count
-        sending = {
-            peer: [self.send(flat[cuts[peer]], peer) for flat in own if cuts[peer].start < cuts[peer].stop]
-            for peer in self.peers
-        }
-        return _Messages(self, out, cuts, out[mine], arrivals, inbox, sending)
+                arrivals += [(like.new_empty(0), None)] * count
+        sent = [
+            self.send(flat[cut], peer) for peer in self.peers for flat in own if (cut := cuts[peer]).start < cut.stop
+        ]
+        return Collected(arrivals, sent, partial(self.inboxes.give_back, inbox))
 
     def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
-        """See `Exchange.gather`."""
+        """See `Gathers.gather`. With tag 1: sums are gathered while others are collected."""
         works = []
         for flat, cuts in flats:
             parts = [flat[cut] for cut in cuts]
-            works += [self.receive(parts[peer], peer) for peer in self.peers if parts[peer].numel()]
-            works += [self.send(parts[self.rank], peer) for peer in self.peers if parts[self.rank].numel()]
+            works += [self.receive(parts[peer], peer, 1) for peer in self.peers if parts[peer].numel()]
+            works += [self.send(parts[self.rank], peer, 1) for peer in self.peers if parts[self.rank].numel()]
         wait_for(works)
 
     def carry(
@@ -77,45 +76,6 @@ class PointToPoint:
         return self._group.recv([tensor], self._members[peer], self._tag + tag)
 
 
-@dataclass
-class _Messages:
-    """`Collected` by messages: members' tensors with tag 0, sums with tag 1. Empty parts are not sent."""
-
-    exchange: PointToPoint
-    out: Tensor
-    cuts: Sequence[slice]
-    mine: Tensor
-    arrivals: list[Arrival]
-    inbox: Tensor
-    """The memory of what other members send."""
-    sending: dict[int, list[dist.Work]]
-    """What is sent to each other member."""
-    sums: list[dist.Work] = field(default_factory=list)
-    """The sums on their way to this member and from it."""
-
-    def wait_sent(self) -> None:
-        """See `Collected.wait_sent`."""
-        wait_for(work for works in self.sending.values() for work in works)
-
-    def expect_sums(self) -> None:
-        """See `Collected.expect_sums`."""
-        for peer, works in self.sending.items():
-            # A peer's part of `out` may still be on its way there; then the peer's sum overwrites it.
-            wait_for(works)
-            if (part := self.out[self.cuts[peer]]).numel():
-                self.sums.append(self.exchange.receive(part, peer, 1))
-
-    def send_sum(self) -> None:
-        """See `Collected.send_sum`."""
-        peers = self.exchange.peers if self.mine.numel() else []
-        self.sums += [self.exchange.send(self.mine, peer, 1) for peer in peers]
-
-    def end(self) -> None:
-        """See `Collected.end`."""
-        wait_for(self.sums)
-        self.exchange.inboxes.give_back(self.inbox)
-
-
 class Inboxes:
     """Memory for what other members send, to be used again: as many flat tensors as were in use at once."""
 
@@ -131,10 +91,3 @@ class Inboxes:
     def give_back(self, inbox: Tensor) -> None:
         """Let it be used again."""
         self._free[inbox.dtype, inbox.device].append(inbox)
-
-
-def wait_for(works: Iterable[Awaited | None]) -> None:
-    """Wait until all of these are done; None is done already."""
-    for work in works:
-        if work is not None:
-            work.wait()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddp_core.base.seeds import share_of
 
-from .exchange import Arrival, Exchange, cut
+from .exchange import Arrival, Exchange, cut, wait_for
 from .tree import Span, are_siblings, canonical_subtrees
 
 _PIECE_ELEMENTS = 1024 * 1024
@@ -91,13 +91,15 @@ def sum_in_one_level(exchange: Exchange, own: Sequence[Tensor], out: Tensor, pla
     if extra_elements * out.element_size() <= exchange.one_round_bytes:
         pieces = cut(elements, -(-elements // _PIECE_ELEMENTS), out.dtype)
         on_their_way = [exchange.collect(own, out, counts, [piece] * members) for piece in pieces]
-        for collected in on_their_way:
-            collected.wait_sent()
-            plan.add_(collected.arrivals, collected.mine)
+        for piece, collected in zip(pieces, on_their_way, strict=True):
+            wait_for(collected.sent)
+            plan.add_(collected.arrivals, out[piece])
             collected.end()
     else:
-        collected = exchange.collect(own, out, counts, cut(elements, members, out.dtype))
-        collected.expect_sums()
-        plan.add_(collected.arrivals, collected.mine)
-        collected.send_sum()
+        cuts = cut(elements, members, out.dtype)
+        collected = exchange.collect(own, out, counts, cuts)
+        plan.add_(collected.arrivals, out[cuts[exchange.rank]])
+        # Others' sums arrive where own tensors may lie.
+        wait_for(collected.sent)
         collected.end()
+        exchange.gather([(out, cuts)])

@@ -34,8 +34,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backends import connect, exchange_among, exchange_on
-from .exchange import Exchange, WholeExchange, cut
+from .backends import connect, exchange_among, exchange_on, goes_through_host
+from .exchange import Exchange, cut, wait_for
+from .host_memory import like_on_host, on_host
 from .one_level import Plan, plan_for, sum_in_one_level
 
 MANY = 16
@@ -58,7 +59,7 @@ class OrderedSum:
         self.rank, self.world_size = (group.rank(), group.size()) if group is not None else (0, 1)
         self.groups = groups_of(nodes or ())
         """The ranks that add up among themselves first, where that is done in two levels."""
-        self._exchanges: dict[str, tuple[WholeExchange, TwoLevels | None]] = {}
+        self._exchanges: dict[str, tuple[Exchange, TwoLevels | None]] = {}
 
     def __call__(self, own: Sequence[Tensor], out: Tensor, micro_batches: int) -> None:
         """Sum all ranks' subtrees over `micro_batches` leaves into `out`.
@@ -78,19 +79,26 @@ class OrderedSum:
             raise ValueError(f"rank {self.rank} owns the subtrees {plan.spans[self.rank]}, got {len(own)} tensors")
         if self._group is None or self.world_size == 1:
             plan.add_([(flat, None) for flat in own], out)
+        elif out.numel() and goes_through_host(self._group, out.device):
+            copy = like_on_host(out)
+            yield from self._exchanged(self._group, on_host(own), copy, plan)
+            out.copy_(copy, non_blocking=True)
         elif out.numel():
-            device = out.device
-            if device.type not in self._exchanges:
-                exchange, levels = exchange_on(self._group, device), None
-                if self.groups:
-                    connect(exchange, device)
-                    levels = TwoLevels(self._group, self.groups, device)
-                self._exchanges[device.type] = exchange, levels
-            exchange, levels = self._exchanges[device.type]
-            if levels is None or levels.cost_of_one_round(out) <= exchange.one_round_bytes:
-                sum_in_one_level(exchange, own, out, plan)
-            else:
-                yield from levels.phases(own, out, plan)
+            yield from self._exchanged(self._group, own, out, plan)
+
+    def _exchanged(self, group: dist.ProcessGroup, own: Sequence[Tensor], out: Tensor, plan: Plan) -> Iterator[None]:
+        device = out.device
+        if device.type not in self._exchanges:
+            exchange, levels = exchange_on(group, device), None
+            if self.groups:
+                connect(exchange, device)
+                levels = TwoLevels(group, self.groups, device)
+            self._exchanges[device.type] = exchange, levels
+        exchange, levels = self._exchanges[device.type]
+        if levels is None or levels.cost_of_one_round(out) <= exchange.one_round_bytes:
+            sum_in_one_level(exchange, own, out, plan)
+        else:
+            yield from levels.phases(own, out, plan)
 
 
 def groups_of(nodes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -141,20 +149,21 @@ class TwoLevels:
         chunks = cut(out.numel(), self._chunks, out.dtype)
         cuts = [slice(chunks[owned.start].start, chunks[owned.stop - 1].stop) for owned in self._owned]
 
-        node = self._node.collect(own, out, [len(spans) for spans in within.spans], cuts)
-        node.expect_sums()
-        subtrees = within.fold_(node.arrivals)
+        collected = self._node.collect(own, out, [len(spans) for spans in within.spans], cuts)
+        subtrees = within.fold_(collected.arrivals)
+        wait_for(collected.sent)
         yield
 
         sizes = [chunks[chunk].stop - chunks[chunk].start for chunk in self._owned[self._node.rank]]
         parts = [torch.split(subtree, sizes) for subtree in subtrees]
-        for position, (lane, mine) in enumerate(zip(self._lanes, torch.split(node.mine, sizes), strict=True)):
+        own_chunks = torch.split(out[cuts[self._node.rank]], sizes)
+        for position, (lane, mine) in enumerate(zip(self._lanes, own_chunks, strict=True)):
             if mine.numel():
                 sum_in_one_level(lane, [part[position] for part in parts], mine, across)
-        node.send_sum()
+        collected.end()
         yield
 
-        node.end()
+        self._node.gather([(out, cuts)])
 
 
 @functools.lru_cache(maxsize=256)

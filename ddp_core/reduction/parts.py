@@ -18,15 +18,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .backends import carrier_on, exchange_on, goes_through_host
-from .exchange import Arrival, Awaited, Folding, Gathers, WholeExchange, cut
-from .messages import Inboxes, wait_for
+from .exchange import Arrival, Awaited, Collected, Exchange, Folding, Gathers, cut, wait_for
+from .host_memory import like_on_host, on_host
+from .messages import Inboxes
 from .one_level import Plan
 from .ordered_sum import in_two_levels
 
@@ -57,8 +59,9 @@ def parts_on(group: dist.ProcessGroup | None, groups: tuple[tuple[int, ...], ...
     """
     if group is None:
         return Alone()
-    in_one = PartsInOneLevel(exchange_on(group, device))
-    has_levels = _are_alike(groups) and not goes_through_host(group, device)
+    through_host = goes_through_host(group, device)
+    in_one = PartsInOneLevel(exchange_on(group, device), through_host)
+    has_levels = _are_alike(groups) and not through_host
     return PartsInTwoLevels(group, groups, device, in_one) if has_levels else in_one
 
 
@@ -81,10 +84,10 @@ class Alone:
 
 
 class PartsInOneLevel:
-    """`Parts` where every rank exchanges with every other."""
+    """`Parts` where every rank exchanges with every other; `through_host`: by copies in host memory."""
 
-    def __init__(self, exchange: WholeExchange) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: Exchange, through_host: bool = False) -> None:
+        self._exchange, self._through_host = exchange, through_host
         self.rank, self.world_size = exchange.rank, exchange.world_size
         self.one_round_bytes = exchange.one_round_bytes
 
@@ -98,22 +101,31 @@ class PartsInOneLevel:
 
     def fold(self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]) -> Folding:
         """See `Parts.fold`. The second phase waits."""
-        out = own[0] if own else like.new_empty(_elements(cuts))
-        collected = self._exchange.collect(own, out, [len(spans) for spans in plan.spans], cuts)
+        device = like.device
+        if self._through_host:
+            own, like = on_host(own), like.new_empty(0, device="cpu")
+        collected = self._exchange.collect(own, like, [len(spans) for spans in plan.spans], cuts)
         yield
         # Once: gloo would wait for a second message. First, where what is added to is also sent.
         is_whole = are_whole(cuts)
         if is_whole:
-            collected.wait_sent()
-        sums = _folded(plan, collected.arrivals, torch.empty_like(collected.mine))
+            wait_for(collected.sent)
+        sums = _folded(plan, collected.arrivals, like.new_empty(_size(cuts[self.rank])))
         if not is_whole:
-            collected.wait_sent()
+            wait_for(collected.sent)
         collected.end()
-        return [each.to(like.device) for each in sums]
+        return [each.to(device) for each in sums]
 
     def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
-        """See `Gathers.gather`."""
-        self._exchange.gather(flats)
+        """See `Gathers.gather`. Flat tensors of a device travel one after the other."""
+        if not self._through_host:
+            self._exchange.gather(flats)
+            return
+        for flat, cuts in flats:
+            copy, mine = like_on_host(flat), cuts[self.rank]
+            copy[mine] = on_host([flat[mine]])[0]
+            self._exchange.gather([(copy, cuts)])
+            flat.copy_(copy, non_blocking=True)
 
 
 class PartsInTwoLevels:
@@ -165,11 +177,11 @@ class PartsInTwoLevels:
         yield
         sums = _folded(across, between.arrivals, like.new_empty(_size(cuts[self.rank])))
         wait_for(between.sent)
-        self._inboxes.give_back(in_node.inbox)
-        self._inboxes.give_back(between.inbox)
+        in_node.end()
+        between.end()
         return sums
 
-    def _send_in_node(self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]) -> _Sending:
+    def _send_in_node(self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]) -> Collected:
         """Start to send this rank's neighbours the parts of those ranks whose deputies they are."""
         members = self._nodes[self._here]
         counts = dict(zip(members, map(len, plan.spans), strict=True))
@@ -192,11 +204,12 @@ class PartsInTwoLevels:
             for member, rows_of_member in expected.items()
         }
         arrivals[self.rank] = [(_laid_together(flat, mine), None) for flat in own]
-        return _Sending([arrival for member in members for arrival in arrivals[member]], sent, inbox)
+        ordered = [arrival for member in members for arrival in arrivals[member]]
+        return Collected(ordered, sent, partial(self._inboxes.give_back, inbox))
 
     def _send_between_nodes(
         self, subtrees: Sequence[Tensor], like: Tensor, counts: Sequence[int], cuts: Sequence[slice]
-    ) -> _Sending:
+    ) -> Collected:
         """Start to send the node's sums to the ranks whose deputy this rank is; `counts` are those of all nodes."""
         mine = self._cared_for[self.rank]
         parts = [dict(zip(mine, each.split([_size(cuts[rank]) for rank in mine]), strict=True)) for each in subtrees]
@@ -213,7 +226,7 @@ class PartsInTwoLevels:
         )
         arriving = iter(works)
         arrivals: list[Arrival] = [(row, None if deputy == self.rank else next(arriving)) for deputy, row in expected]
-        return _Sending(arrivals, sent, inbox)
+        return Collected(arrivals, sent, partial(self._inboxes.give_back, inbox))
 
     def _rows(self, count: int, size: int, like: Tensor) -> tuple[Tensor, Iterator[Tensor]]:
         """Memory for so many flat tensors that will arrive, and these tensors."""
@@ -264,15 +277,6 @@ def order_of(groups: tuple[tuple[int, ...], ...], world_size: int) -> Sequence[i
 def _are_alike(groups: tuple[tuple[int, ...], ...]) -> bool:
     """Whether there are groups, and all have as many ranks."""
     return len(set(map(len, groups))) == 1
-
-
-class _Sending(NamedTuple):
-    """What is on its way."""
-
-    arrivals: list[Arrival]
-    sent: list[dist.Work]
-    inbox: Tensor
-    """The memory of what other ranks send."""
 
 
 class _All:

@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_core.base.seeds import share_of
 from ddp_core.reduction import ExactReduction, GradientTree, OrderedSum, Subtree, canonical_subtrees, fold
 from ddp_core.reduction.collectives import CollectiveExchange
-from ddp_core.reduction.host_memory import ThroughHost
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.one_level import plan_for, sum_in_one_level
 from ddp_core.reduction.parts import Parts, PartsInOneLevel
@@ -256,7 +255,7 @@ def random_sum(seed: int, group: dist.ProcessGroup) -> list[str]:
         ("chosen", OrderedSum(group)),
         ("point to point", PointToPoint(group)),
         ("collectives", CollectiveExchange(group)),
-        ("through host memory", ThroughHost(PointToPoint(group))),
+        ("through host memory", OrderedSum(group)),
     ):
         own = []
         for span in canonical_subtrees(share.start, share.stop, micro_batches):
@@ -265,19 +264,19 @@ def random_sum(seed: int, group: dist.ProcessGroup) -> list[str]:
             own.append(subtree.tensors[0])
         out = own[-1] if own and generator.random() < 0.5 else torch.full_like(expected, float("nan"))
         if isinstance(exchange, OrderedSum):
-            exchange(own, out, micro_batches)
+            with mock.patch("ddp_core.reduction.ordered_sum.goes_through_host", return_value=name != "chosen"):
+                exchange(own, out, micro_batches)
         elif world_size > 1 and elements:
-            with mock.patch("ddp_core.reduction.host_memory.is_elsewhere", return_value=True):
-                sum_in_one_level(exchange, own, out, plan_for(micro_batches, world_size))
+            sum_in_one_level(exchange, own, out, plan_for(micro_batches, world_size))
         else:
             continue
         if not torch.equal(out, expected):
             wrong.append(f"{name}: seed {seed}, M={micro_batches}, {elements} elements, {dtype}")
     if world_size > 1:
         messages = PointToPoint(group)
-        for way in (messages, CollectiveExchange(group), ThroughHost(messages)):
+        for way, through_host in ((messages, False), (CollectiveExchange(group), False), (messages, True)):
             with mock.patch.object(way, "one_round_bytes", way.one_round_bytes if seed % 3 else -1):
-                if not torch.equal(sum_in_rounds(PartsInOneLevel(way), list(leaves)), expected):
+                if not torch.equal(sum_in_rounds(PartsInOneLevel(way, through_host), list(leaves)), expected):
                     wrong.append(f"{way} in rounds: seed {seed}, M={micro_batches}, {elements} elements, {dtype}")
     return wrong
 

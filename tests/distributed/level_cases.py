@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ddp_core.base.seeds import share_of
 from ddp_core.reduction import ExactReduction, OrderedSum
 from ddp_core.reduction.collectives import BatchedMessages
-from ddp_core.reduction.host_memory import ThroughHost
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.tree import GradientTree
 from ddp_core.sharding import OwnsPieces
@@ -82,13 +81,6 @@ def in_batches(group: dist.ProcessGroup, device: torch.device, members: Sequence
     return BatchedMessages(group, members)
 
 
-def through_host(
-    group: dist.ProcessGroup, device: torch.device, members: Sequence[int] | None = None, tag: int = 0
-) -> ThroughHost:
-    """The exchange that CUDA tensors get over gloo."""
-    return ThroughHost(PointToPoint(group, members, tag))
-
-
 def everything(rank: int, world_size: int, thorough: bool) -> dict[str, Any]:
     """All sums and trainings of this rank, or some: what was wrong, and the digests by world and case."""
     wrong: list[str] = []
@@ -106,10 +98,7 @@ def everything(rank: int, world_size: int, thorough: bool) -> dict[str, Any]:
                 wrong += wrong_sums(group, nodes, counts, f"{name}, in chunks")
                 with mock.patch("ddp_core.reduction.ordered_sum.exchange_among", in_batches):
                     wrong += wrong_sums(group, nodes, counts, f"{name}, in batches")
-                with (
-                    mock.patch("ddp_core.reduction.backends._messages", through_host),
-                    mock.patch("ddp_core.reduction.host_memory.is_elsewhere", return_value=True),
-                ):
+                with mock.patch("ddp_core.reduction.ordered_sum.goes_through_host", return_value=True):
                     wrong += wrong_sums(group, nodes, counts, f"{name}, through host memory")
         for name in TRAINED if thorough else TRAINED[:1]:
             for case, way in itertools.product(cases.TRAININGS if thorough else FEW, TRAINED_WAYS):

@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.collectives import CollectiveExchange
-from ddp_core.reduction.exchange import WholeExchange
-from ddp_core.reduction.host_memory import ThroughHost
+from ddp_core.reduction.exchange import Exchange
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.sharding import OwnsPieces
 from tests.distributed.exact_cases import CLASSES, SAMPLES, ConvolutionalNet, bytes_of, digest_of, process_group
@@ -154,10 +153,10 @@ TRAININGS = {
 WAYS: tuple[Dealt, ...] = ("contiguous", "strided")
 
 
-CARRIERS: dict[str, Callable[[PointToPoint], WholeExchange]] = {
-    "messages": lambda messages: messages,
-    "collectives": lambda messages: CollectiveExchange(messages._group),
-    "through host memory": ThroughHost,
+CARRIERS: dict[str, Callable[[dist.ProcessGroup], Exchange]] = {
+    "messages": PointToPoint,
+    "collectives": CollectiveExchange,
+    "through host memory": PointToPoint,
 }
 
 
@@ -165,12 +164,11 @@ CARRIERS: dict[str, Callable[[PointToPoint], WholeExchange]] = {
 def carried_by(carrier: str) -> Iterator[None]:
     """Carry tensors in a way that another device or backend would need."""
 
-    def chosen(group: dist.ProcessGroup, device: torch.device) -> WholeExchange:
-        return CARRIERS[carrier](PointToPoint(group))
-
+    through_host = carrier == "through host memory"
     with (
-        mock.patch("ddp_core.reduction.parts.exchange_on", chosen),
-        mock.patch("ddp_core.reduction.host_memory.is_elsewhere", return_value=True),
+        mock.patch("ddp_core.reduction.parts.exchange_on", lambda group, _: CARRIERS[carrier](group)),
+        mock.patch("ddp_core.reduction.parts.goes_through_host", return_value=through_host),
+        mock.patch("ddp_core.reduction.ordered_sum.goes_through_host", return_value=through_host),
     ):
         yield
 

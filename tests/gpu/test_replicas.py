@@ -22,10 +22,9 @@ from ddp_core.distributed.process_group import local_device, process_group
 from ddp_core.distributed.world import World
 from ddp_core.model.losses import cross_entropy
 from ddp_core.reduction import ExactReduction, OrderedSum
-from ddp_core.reduction.backends import exchange_on
+from ddp_core.reduction.backends import goes_through_host
 from ddp_core.reduction.communication import CommunicationThreads, in_last_phase
-from ddp_core.reduction.host_memory import ThroughHost
-from ddp_core.reduction.parts import PartsInOneLevel
+from ddp_core.reduction.parts import parts_on
 from ddp_core.trainers.keyed_random import KeyedRandom
 from ddp_core.trainers.passes import InPrecision, Passes
 from tests.distributed.exact_cases import sum_in_rounds
@@ -89,9 +88,8 @@ def _sums(rank: int, world_size: int) -> list[str]:
     with process_group(world, device, 120):
         group = dist.group.WORLD
         assert group is not None
-        exchange = exchange_on(group, device)
         shares_a_gpu = world_size > torch.cuda.device_count()
-        assert isinstance(exchange, ThroughHost) == shares_a_gpu
+        assert goes_through_host(group, device) == shares_a_gpu
         nodes = [list(share_of(world_size, node, 2)) for node in range(2)]
         for leaves, elements, dtype in product(MICRO_BATCHES, ELEMENTS, (torch.float32, torch.bfloat16)):
             all_leaves = leaves_of(leaves, leaves, elements, dtype)
@@ -103,7 +101,7 @@ def _sums(rank: int, world_size: int) -> list[str]:
                 ordered(own, out, leaves)
                 if not torch.equal(out.cpu(), expected):
                     wrong.append(f"{name}: {leaves} leaves, {elements} elements, {dtype}")
-            if not torch.equal(sum_in_rounds(PartsInOneLevel(exchange), list(all_leaves.to(device))).cpu(), expected):
+            if not torch.equal(sum_in_rounds(parts_on(group, (), device), list(all_leaves.to(device))).cpu(), expected):
                 wrong.append(f"in rounds: {leaves} leaves, {elements} elements, {dtype}")
     return wrong
 

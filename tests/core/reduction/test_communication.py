@@ -15,6 +15,7 @@ from torch import Tensor
 from ddp_core.base.torch_internals import timeout_of
 from ddp_core.reduction.communication import Channel, CommunicationThreads, Transfer, own_group
 from ddp_core.reduction.messages import PointToPoint
+from ddp_core.reduction.one_level import plan_for, sum_in_one_level
 from tests.support.processes import ask
 from tests.support.thread_group import on_threads, use_threads
 
@@ -42,15 +43,16 @@ class SlowSender:
         return SimpleNamespace(wait=lambda: None)
 
 
-def test_a_sum_that_comes_early_does_not_overwrite_what_is_still_to_be_sent() -> None:
+def test_a_sum_that_comes_early_does_not_overwrite_what_is_still_to_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = SlowSender()
     flat = torch.full((4,), LATE)
     # As with a bucket of DDP: the sums arrive where the own tensor lies.
-    collected = PointToPoint(group).collect([flat], flat, [1, 1], [slice(0, 2), slice(2, 4)])
-    collected.expect_sums()
-    collected.end()
-    assert group.sent == [[LATE, LATE]]
-    assert flat.tolist() == [LATE, LATE, SUM, SUM]
+    exchange = PointToPoint(group)
+    exchange.one_round_bytes = -1
+    monkeypatch.setattr("ddp_core.reduction.exchange.LINE_BYTES", 8)
+    sum_in_one_level(exchange, [flat], flat, plan_for(2, 2))
+    assert group.sent == [[LATE, LATE], [LATE + SUM, LATE + SUM]]
+    assert flat.tolist() == [LATE + SUM, LATE + SUM, SUM, SUM]
 
 
 def in_phases(phases: int, seen: list[str], result: Tensor) -> Transfer:

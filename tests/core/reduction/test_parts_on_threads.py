@@ -18,7 +18,7 @@ from ddp_core.reduction.one_level import plan_for
 from ddp_core.reduction.ordered_sum import groups_of
 from ddp_core.reduction.parts import Parts, joined, order_of, parts_on
 from ddp_core.reduction.round_sum import RoundSum
-from tests.distributed.level_cases import WORLDS, leaves_of, subtrees, through_host
+from tests.distributed.level_cases import WORLDS, leaves_of, subtrees
 from tests.support.thread_group import ThreadGroup, Wires, at_once, on_threads, use_threads
 
 CPU = torch.device("cpu")
@@ -34,9 +34,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     use_threads(monkeypatch, "nccl" if way == "batches" else "gloo")
     monkeypatch.setattr(PointToPoint, "one_round_bytes", 1 << 20 if way == "small" else -1)
     if way == "host memory":
-        monkeypatch.setattr("ddp_core.reduction.backends._messages", through_host)
         monkeypatch.setattr("ddp_core.reduction.parts.goes_through_host", lambda *_: True)
-        monkeypatch.setattr("ddp_core.reduction.host_memory.is_elsewhere", lambda tensor: tensor.dtype != torch.int)
     return way
 
 

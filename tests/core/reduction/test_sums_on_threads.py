@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ddp_core.base.seeds import share_of
 from ddp_core.reduction import OrderedSum
-from ddp_core.reduction.backends import exchange_among, exchange_on
-from ddp_core.reduction.exchange import LINE_BYTES, cut
-from ddp_core.reduction.host_memory import ThroughHost, is_elsewhere
+from ddp_core.reduction.backends import exchange_among, exchange_on, goes_through_host
+from ddp_core.reduction.exchange import LINE_BYTES, cut, wait_for
 from ddp_core.reduction.leaf_sum import LeafSum
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.one_level import Plan, plan_for
@@ -23,11 +22,11 @@ from ddp_core.reduction.ordered_sum import TwoLevels, groups_of
 from ddp_core.reduction.parts import PartsInOneLevel, parts_on
 from ddp_core.reduction.round_sum import RoundSum
 from ddp_core.reduction.tree import GradientTree, Span
-from tests.distributed.level_cases import WORLDS, leaves_of, subtrees, through_host, wrong_sums
+from tests.distributed.level_cases import WORLDS, leaves_of, subtrees, wrong_sums
 from tests.support.thread_group import Channel, ThreadGroup, at_once, on_threads, use_threads
 
 CPU = torch.device("cpu")
-WAYS = ["messages", "in pieces", "chunks", "collectives", "host memory", "host memory in pieces", "on the host already"]
+WAYS = ["messages", "in pieces", "chunks", "collectives", "host memory", "host memory in pieces"]
 SIZES = [0, 1, 127, 129, 800]
 """Elements: none, less than a line of memory, more than one, several."""
 
@@ -40,10 +39,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if way != "messages":
         monkeypatch.setattr(PointToPoint, "one_round_bytes", 1 << 20 if "pieces" in way else -1)
         monkeypatch.setattr("ddp_core.reduction.one_level._PIECE_ELEMENTS", 64)
-    if "host" in way:
-        monkeypatch.setattr("ddp_core.reduction.backends._messages", through_host)
     if "host memory" in way:
-        monkeypatch.setattr("ddp_core.reduction.host_memory.is_elsewhere", lambda tensor: tensor.dtype != torch.int)
+        monkeypatch.setattr("ddp_core.reduction.parts.goes_through_host", lambda *_: True)
+        monkeypatch.setattr("ddp_core.reduction.ordered_sum.goes_through_host", lambda *_: True)
     return way
 
 
@@ -82,14 +80,14 @@ def test_each_rank_keeps_the_sum_of_its_own_part(elements: int, way: str) -> Non
 
 def gathered(group: Any) -> list[Tensor]:
     """Flat tensors of which each rank had one part: unequal, empty, in two tensors at once."""
-    exchange, rank = exchange_on(group, CPU), group.rank()
+    parts, rank = parts_on(group, (), CPU), group.rank()
     layouts = [[slice(0, 1), slice(1, 1), slice(1, 7)], [slice(0, 4), slice(4, 6), slice(6, 7)]]
     flats = []
     for number, cuts in enumerate(layouts):
         flat = torch.full((7,), torch.nan)
         flat[cuts[rank]] = torch.arange(7.0)[cuts[rank]] + 10 * number
         flats.append((flat, cuts))
-    exchange.gather(flats)
+    parts.gather(flats)
     return [flat for flat, _ in flats]
 
 
@@ -265,35 +263,19 @@ def test_a_rank_that_brings_other_subtrees_than_its_own_is_refused() -> None:
 def test_exchanges_fit_the_backend_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = ThreadGroup(None, 1, 3)  # type: ignore[arg-type]
     meta = torch.device("meta")
-    kinds = (("gloo", CPU, "PointToPoint"), ("gloo", meta, "ThroughHost"), ("other", meta, "PointToPoint"))
-    for backend, device, expected in kinds:
+    for backend, device, copied in (("gloo", CPU, False), ("gloo", meta, True), ("other", meta, False)):
         use_threads(monkeypatch, backend)
         among = exchange_among(group, device, [2, 1], tag=6)
-        assert type(exchange_on(group, device)).__name__ == expected
-        assert type(among).__name__ == expected
+        assert goes_through_host(group, device) == copied
+        assert isinstance(among, PointToPoint)
         assert (among.rank, among.world_size) == (1, 2)
-        messages: Any = among._exchange if isinstance(among, ThroughHost) else among
-        assert (list(messages._members), messages._tag) == ([2, 1], 6)
-        whole: Any = exchange_on(group, device)
-        assert (whole._exchange if isinstance(whole, ThroughHost) else whole)._tag == 0
-        assert exchange_on(group, device).one_round_bytes == 256 * 1024
+        assert (list(among._members), among._tag) == ([2, 1], 6)
+        whole = exchange_on(group, device)
+        assert isinstance(whole, PointToPoint)
+        assert (whole._tag, whole.one_round_bytes) == (0, 256 * 1024)
     use_threads(monkeypatch, "nccl")
     assert type(exchange_on(group, CPU)).__name__ == "CollectiveExchange"
     assert type(exchange_among(group, CPU, [2, 1], tag=6)).__name__ == "BatchedMessages"
-
-
-def test_tensors_on_the_host_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_threads(monkeypatch)
-    assert not is_elsewhere(torch.empty(1))
-    assert is_elsewhere(torch.empty(1, device="meta"))
-
-    def kind(group: Any) -> str:
-        flat = torch.ones(2)
-        collected = ThroughHost(PointToPoint(group)).collect([flat], flat, [1, 1], [slice(0, 2)] * 2)
-        wait_for(collected)
-        return type(collected).__name__
-
-    assert on_threads(2, kind) == ["_Messages"] * 2
 
 
 def test_a_backend_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,15 +285,6 @@ def test_a_backend_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = "the group"
     assert backends._backend(group, CPU) == "gloo"
     assert backends._backend(group, torch.device("cuda")) == "nccl"
-
-
-def wait_for(collected: Any) -> None:
-    """Until all has arrived."""
-    collected.wait_sent()
-    for _, work in collected.arrivals:
-        if work is not None:
-            work.wait()
-    collected.end()
 
 
 def test_members_start_with_different_peers_and_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +297,8 @@ def test_members_start_with_different_peers_and_memory_is_used_again(monkeypatch
         for elements in (8, 4, 16):
             flat = torch.ones(elements)
             collected = exchange.collect([flat], flat, [1, 1], [slice(0, elements)] * 2)
-            wait_for(collected)
+            wait_for([*collected.sent, *(work for _, work in collected.arrivals)])
+            collected.end()
             found.append([inbox.numel() for inboxes in exchange.inboxes._free.values() for inbox in inboxes])
         return found
 
