@@ -18,16 +18,15 @@ a node's ranks together have one subtree. With p ranks on every node, a rank sen
 2. The owners of one chunk, one in each node, make its ordered sum in one level: a lane.
 3. Every owner sends its finished chunks to the other ranks of its node.
 
-Many ranks on a single node are treated as if neighbours were a node, which saves messages. Each element sees the same
-additions wherever chunk, bucket and node borders lie, and whichever backend carries it. Reduction in levels is that of
-hierarchical all-reduces (Jia et al., Highly scalable deep learning training system, 2018).
+Each element sees the same additions wherever chunk, bucket and node borders lie, and whichever backend carries it.
+Reduction in levels is that of hierarchical all-reduces (Jia et al., Highly scalable deep learning training system,
+2018).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -38,9 +37,6 @@ from .backends import connect, exchange_among, exchange_on, goes_through_host
 from .exchange import Exchange, cut, wait_for
 from .host_memory import like_on_host, on_host
 from .one_level import Plan, plan_for, sum_in_one_level
-
-MANY = 16
-"""From so many ranks on one node, two levels save more messages than their further round costs."""
 
 
 class OrderedSum:
@@ -102,20 +98,8 @@ class OrderedSum:
 
 
 def groups_of(nodes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """The ranks that add up among themselves first; () where one level is enough.
-
-    `nodes` are all ranks, node by node. The groups are the nodes; on a single node with many ranks, neighbours, about
-    as many as there are groups.
-    """
-    world_size = sum(map(len, nodes))
-    if 1 < len(nodes) < world_size:
-        return tuple(map(tuple, nodes))
-    if len(nodes) == 1 and world_size >= MANY:
-        # A power of two: where the number of micro-batches is one too, each group has one subtree.
-        size = 2 ** (int(math.log2(world_size)) // 2)
-        ranks = tuple(nodes[0])
-        return tuple(ranks[first : first + size] for first in range(0, world_size, size))
-    return ()
+    """The ranks that add up among themselves first: the nodes, all ranks node by node; () where one level is enough."""
+    return tuple(map(tuple, nodes)) if 1 < len(nodes) < sum(map(len, nodes)) else ()
 
 
 class TwoLevels:
