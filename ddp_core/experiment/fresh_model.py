@@ -28,7 +28,7 @@ from ddp_core.data.trees import Tree, call, map_tensors
 from ddp_core.experiment.file import in_one_line, place_of
 from ddp_core.model.forward_state import ForwardState
 from ddp_core.reduction.batch_statistics import BatchNorm
-from ddp_core.reduction.foreign_buffers import ForeignBuffers
+from ddp_core.reduction.watching import ForeignBuffers
 
 _SAMPLES = 2  # many models cannot take a single one
 

@@ -24,12 +24,10 @@ from .batch_statistics import BatchStatistics
 from .communication import Channel
 from .contiguous import ContiguousShares
 from .flat import Gradients
-from .foreign_buffers import ForeignBuffers
 from .norm import clip_gradients_, gradient_norm
 from .strided import StridedShares
-from .trained import TrainedParameters
 from .tree import share
-from .written_parameters import WrittenParameters
+from .watching import ForeignBuffers, TrainedParameters, WrittenParameters
 
 
 class Shares(Protocol):

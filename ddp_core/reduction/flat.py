@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from ddp_core.base.torch_internals import foreach_mul_
 
-from .refusal import DependsOnLayout
-
 _FLAT_ELEMENTS = 1024 * 1024
 """A flat tensor takes no further gradient from so many elements on (4 MiB of float32).
 
@@ -30,13 +28,10 @@ def take_gradients(parameters: Iterable[Tensor]) -> list[Tensor | None]:
 class Gradients:
     """The gradients of a module's parameters, taken away after each backward and set at the end of a step."""
 
-    _frozen: Sequence[tuple[str, Tensor]] = ()
-
     def __init__(self, module: nn.Module) -> None:
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self._frozen = [(name, each) for name, each in module.named_parameters() if not each.requires_grad]
 
     def take(self, positions: Iterable[int] | None = None) -> list[Tensor | None]:
         """`take_gradients`, of all or of the parameters at these positions. Raises ValueError for a sparse gradient."""
@@ -49,14 +44,8 @@ class Gradients:
     def refuse_foreign(self) -> None:
         """Raise RuntimeError if a parameter has a gradient although all have been taken.
 
-        Raises DependsOnLayout for a parameter that is trained only since this was made: nobody takes its gradient.
+        `TrainedParameters` refuses a parameter that is trained only since this was made, whose gradient nobody takes.
         """
-        for name, parameter in self._frozen:
-            if parameter.requires_grad and parameter.grad is not None:
-                raise DependsOnLayout(
-                    f"{name} has a gradient left over from an earlier micro-batch, although it was frozen when the "
-                    "reduction was made: gradients would pile up; set requires_grad between two steps"
-                )
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if parameter.grad is not None:
                 raise RuntimeError(

@@ -30,11 +30,9 @@ from ddp_core.config.cut import BatchCut
 from ddp_core.data.trees import Batch, map_tensors, tensors_of
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
-from ddp_core.reduction.foreign_buffers import ForeignBuffers
 from ddp_core.reduction.refusal import DependsOnLayout
-from ddp_core.reduction.trained import TrainedParameters
 from ddp_core.reduction.tree import add_
-from ddp_core.reduction.written_parameters import WrittenParameters
+from ddp_core.reduction.watching import ForeignBuffers, TrainedParameters, WrittenParameters
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.keyed_random import KeyedRandom
 from ddp_core.trainers.passes import InPrecision, Passes

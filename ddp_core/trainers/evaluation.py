@@ -27,7 +27,7 @@ from ddp_core.data.splits import Dataset
 from ddp_core.data.trees import Collate, Tree
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.model.losses import Loss
-from ddp_core.reduction.written_parameters import WrittenParameters
+from ddp_core.reduction.watching import WrittenParameters
 
 if TYPE_CHECKING:
     from ddp_core.trainers.own_metrics import OwnFigures, OwnMetrics

@@ -14,7 +14,7 @@ from ddp_core.data.trees import Tree
 from ddp_core.observe.metrics import readable
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.reduction.refusal import DependsOnLayout
-from ddp_core.reduction.written_parameters import WrittenParameters
+from ddp_core.reduction.watching import WrittenParameters
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.steps import Steps
 from ddp_core.trainers.strategy import Strategy

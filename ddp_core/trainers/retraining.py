@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddp_core.base.errors import UserError
 from ddp_core.observe.step import StepBatch, StepObserver
-from ddp_core.reduction.trained import TrainedParameters, describe_changes
+from ddp_core.reduction.watching import TrainedParameters, describe_changes
 from ddp_core.trainers.step_losses import not_on_all
 from ddp_core.trainers.strategy import Strategy
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddp_core.base.errors import UserError
 from ddp_core.observe.step import StepBatch
-from ddp_core.reduction.trained import describe_changes
+from ddp_core.reduction.watching import describe_changes
 from ddp_core.sharding import OwnsPart, Sharding
 from ddp_core.trainers.distributed import DistributedStrategy
 

@@ -54,16 +54,16 @@ def take_alone(statistics: BatchStatistics, weight: float = 1.0) -> Tensor:
 
 UNKEYED_LOADING = {"ddp_core.data.loader.Loader._keyed": lambda *_: contextlib.nullcontext()}
 OFF: Mapping[str, Mapping[str, Any]] = {
-    "following requires_grad": {"ddp_core.reduction.trained.TrainedParameters.changes": empty_dict},
+    "following requires_grad": {"ddp_core.reduction.watching.TrainedParameters.changes": empty_dict},
     "batch norm in evaluation": {
         "ddp_core.reduction.batch_statistics._Step._before_call": nothing,
         "ddp_core.reduction.batch_statistics.BatchStatistics.take": take_alone,
     },
     "written parameters": {
-        "ddp_core.reduction.written_parameters.WrittenParameters.refuse_changes": nothing,
+        "ddp_core.reduction.watching.WrittenParameters.refuse_changes": nothing,
         "ddp_core.trainers.data_parallel.DataParallelStrategy._require_same_parameters": nothing,
     },
-    "foreign buffers": {"ddp_core.reduction.foreign_buffers.ForeignBuffers.refuse_changed": nothing},
+    "foreign buffers": {"ddp_core.reduction.watching.ForeignBuffers.refuse_changed": nothing},
     "hooks of replicas": {"ddp_core.trainers.data_parallel.share_hooks": nothing},
     "keyed draws": {"ddp_core.base.seeds.key_draws": nothing, "ddp_core.data.loader.key_draws": nothing},
     "generators of threads": {

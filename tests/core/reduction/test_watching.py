@@ -21,10 +21,8 @@ from ddp_core.reduction import flat as flats
 from ddp_core.reduction.agreement import require_agreement
 from ddp_core.reduction.communication import Channel
 from ddp_core.reduction.flat import Gradients, flat_groups, in_memory_order, scale_, view_in
-from ddp_core.reduction.foreign_buffers import ForeignBuffers
 from ddp_core.reduction.refusal import DependsOnLayout
-from ddp_core.reduction.trained import TrainedParameters, describe_changes
-from ddp_core.reduction.written_parameters import MAX_NORM, WrittenParameters
+from ddp_core.reduction.watching import MAX_NORM, ForeignBuffers, TrainedParameters, WrittenParameters, describe_changes
 from tests.support.thread_group import on_threads, use_threads
 
 
@@ -192,16 +190,17 @@ def test_gradients_that_nobody_takes_are_named() -> None:
     net = nn.Linear(2, 2)
     net.bias.requires_grad_(False)
     gradients = Gradients(net)
-    gradients.refuse_foreign()
     net.bias.requires_grad_(True)
-    gradients.refuse_foreign()
-    net.bias.requires_grad_(False)
     net.bias.grad = torch.ones(2)
     gradients.refuse_foreign()
+    exact = ExactReduction(net.requires_grad_(False), 1)
     net.bias.requires_grad_(True)
-    with pytest.raises(DependsOnLayout, match=r"^bias has a gradient left over"):
-        gradients.refuse_foreign()
-    net.bias.grad = None
+    with (
+        pytest.raises(DependsOnLayout, match=r"^bias is trained now, .*gradients would be lost or pile up"),
+        exact.micro_batch(0),
+    ):
+        pytest.fail("no micro-batch begins")
+    net.requires_grad_(True)
     net.weight.grad = torch.ones(2, 2)
     with pytest.raises(RuntimeError, match=r"^weight has a gradient from a backward outside"):
         gradients.refuse_foreign()
