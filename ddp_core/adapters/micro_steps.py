@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ddp_core.base.digests import fast_digest, first_difference
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import MicroBatchSeed
 from ddp_core.reduction import ExactReduction
+from ddp_core.reduction.agreement import gathered
 
 from .repeat_check import Again, RepeatCheck, is_due
 
@@ -112,11 +114,7 @@ class MicroSteps:
         if self._ranks == 1:
             return
 
-        def gather(value: Any) -> list[Any]:
-            values = [None] * self._ranks
-            dist.all_gather_object(values, value)
-            return values
-
+        gather = partial(gathered, group=dist.group.WORLD)
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
         if len(set(gather(fast_digest(named)))) > 1 and (found := first_difference(gather, named)):
             raise UserError(

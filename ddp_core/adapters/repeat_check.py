@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ddp_core.base.digests import checksum
 from ddp_core.base.errors import UserError
 from ddp_core.base.gradient_sums import GradientSums
+from ddp_core.reduction.agreement import gathered
 
 Again = Callable[[Any], Tensor]
 """Runs forward and backward of a micro-batch from what was kept of it, and returns the loss."""
@@ -79,7 +80,7 @@ class RepeatCheck:
                 buffer.copy_(value)
         self._kept = None
         found = next((name for name in (*sums, *now) if sums.get(name) != now.get(name)), None)
-        everyones = self._gather(found)
+        everyones = gathered(found, dist.group.WORLD)
         others = [rank for rank, theirs in enumerate(everyones) if theirs is not None]
         if others:
             raise UserError(
@@ -101,12 +102,6 @@ class RepeatCheck:
         if self._world_size > 1:
             dist.broadcast_object_list(box, src=owner)
         return box[0]
-
-    def _gather(self, value: Any) -> list[Any]:
-        values = [value] * self._world_size
-        if self._world_size > 1:
-            dist.all_gather_object(values, value)
-        return values
 
     def _gradients(self) -> GradientSums:
         return GradientSums(dict(self._module.named_parameters()))

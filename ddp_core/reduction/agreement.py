@@ -6,6 +6,7 @@ import os
 import socket
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_core.base.digests import weights_digest
 
 from .flat import Gradients
+
+Given = TypeVar("Given")
 
 
 def refuse_unknown_shares(shares: object) -> None:
@@ -61,10 +64,8 @@ def require_agreement(
     for position, (name, parameter) in enumerate(zip(gradients.names, gradients.parameters, strict=True)):
         memory = "" if parameter.is_contiguous() else f", strides {parameter.stride()}"
         facts[f"parameter {position}"] = f"{name}, {parameter.dtype} {tuple(parameter.shape)}{memory}"
-    here = socket.gethostname() if node is None else node
-    gathered = [(here, facts)] * group.size()
-    dist.all_gather_object(gathered, (here, facts), group=group)
-    for fact, rank, first, other in _differences([facts for _, facts in gathered]):
+    everyones = gathered((socket.gethostname() if node is None else node, facts), group)
+    for fact, rank, first, other in _differences([facts for _, facts in everyones]):
         raise ValueError(
             f"the ranks do not agree, so their sums would not: {fact} is {first} on rank 0, but {other} on rank {rank}"
         )
@@ -75,7 +76,7 @@ def require_agreement(
                 "of shape [..., 2] and call torch.view_as_complex in forward, or train in one process"
             )
     nodes: dict[str | int, list[int]] = {}
-    for rank, (theirs, _) in enumerate(gathered):
+    for rank, (theirs, _) in enumerate(everyones):
         nodes.setdefault(theirs, []).append(rank)
     return list(nodes.values())
 
@@ -88,13 +89,20 @@ def require_equal_weights(group: dist.ProcessGroup, module: nn.Module) -> None:
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     digests = {name: weights_digest({name: tensor}) for name, tensor in tensors}
-    everyones = [digests] * group.size()
-    dist.all_gather_object(everyones, digests, group=group)
-    for name, rank, _, _ in _differences(everyones):
+    for name, rank, _, _ in _differences(gathered(digests, group)):
         raise ValueError(
             f"{name} is another on rank {rank} than on rank 0: seed all ranks alike before the model is made, or load "
             "the same weights on all of them"
         )
+
+
+def gathered(own: Given, group: dist.ProcessGroup | None) -> list[Given]:
+    """What each rank of the group gives, by rank, on every rank; without a group, what this one gives."""
+    if group is None:
+        return [own]
+    everyones = [own] * group.size()
+    dist.all_gather_object(everyones, own, group=group)
+    return everyones
 
 
 def _differences(everyones: Sequence[Mapping[str, object]]) -> Iterator[tuple[str, int, object, object]]:

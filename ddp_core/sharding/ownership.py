@@ -70,9 +70,9 @@ class Ownership(ABC):
         """A state with CutTensors as one process has it, in host memory; None on all ranks but the first."""
         return state
 
-    @abstractmethod
     def whole_state(self) -> dict[str, Any] | None:
         """The optimizer's state_dict; in host memory where it is cut."""
+        return self.whole_on_first(self.own_state())
 
     @abstractmethod
     def own_state(self) -> dict[str, Any]:
@@ -89,11 +89,9 @@ class Ownership(ABC):
 class OwnsAll(Ownership):
     """What a process owns that has all weights and all of the optimizer's state."""
 
-    def whole_state(self) -> dict[str, Any]:
+    def own_state(self) -> dict[str, Any]:
         state: dict[str, Any] = without_queues(self.optimizer.state_dict())
         return state
-
-    own_state = whole_state
 
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().replicated()

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_core.checkpoint import CutTensor
 from ddp_core.checkpoint.state import replaced
 from ddp_core.reduction import ExactReduction
+from ddp_core.reduction.agreement import gathered
 from ddp_core.reduction.flat import in_memory_order, view_in
 
 from .elementwise import require_elementwise
@@ -62,9 +63,6 @@ class OwnsPart(Ownership):
     def whole_on_first(self, state: dict[str, Any]) -> dict[str, Any] | None:
         return whole_on_first(state, self.group, self.device)
 
-    def whole_state(self) -> dict[str, Any] | None:
-        return self.whole_on_first(self.own_state())
-
     def own_state(self) -> dict[str, Any]:
         return self.updates.own_state()
 
@@ -95,12 +93,8 @@ def whole_on_first(
     cuts: dict[int, CutTensor] = {}
     replaced(state, lambda leaf, _: cuts.setdefault(id(leaf), leaf) if isinstance(leaf, CutTensor) else leaf)
     ranges = [[(start, values.numel()) for start, values in cut.pieces.items()] for cut in cuts.values()]
-    everyones = [ranges]
-    if group is not None:
-        everyones *= group.size()
-        dist.all_gather_object(everyones, ranges, group=group)
     wholes: dict[int, Tensor] = {}
-    for (key, cut), *of_ranks in zip(cuts.items(), *everyones, strict=True):
+    for (key, cut), *of_ranks in zip(cuts.items(), *gathered(ranges, group), strict=True):
         flat = torch.cat([torch.empty(0, dtype=cut.dtype, device=device), *cut.pieces.values()])
         parts = _gathered(flat, max(_length(pieces) for pieces in of_ranks), group)
         if parts is not None:

@@ -15,6 +15,7 @@ from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import CutTensor
 from ddp_core.checkpoint.queues import load_optimizer, with_queues, without_queues
 from ddp_core.checkpoint.state import leaves, replaced
+from ddp_core.reduction.agreement import gathered
 
 from .owned import Owned
 
@@ -57,11 +58,8 @@ class OwnUpdates:
 
     def _require_same_groups(self) -> None:
         """Raise UserError (2) on every rank where the ranks number their parameters in another sequence."""
-        if self._group is None:
-            return
         own = [[each.name if isinstance(each, Owned) else "" for each in members] for members in self._members]
-        everyones = [own] * self._group.size()
-        dist.all_gather_object(everyones, own, group=self._group)
+        everyones = gathered(own, self._group)
         for rank, theirs in enumerate(everyones):
             if theirs != everyones[0]:
                 raise UserError(
@@ -113,12 +111,8 @@ class OwnUpdates:
                 continue  # what is kept of no element tells nothing of the others
             if state := without_queues(self._optimizer.state.get(tensor)):
                 own[number] = _described(state, tensor if isinstance(member, Owned) else None)
-        if self._group is None:
-            return own
-        everyones = [own] * self._group.size()
-        dist.all_gather_object(everyones, own, group=self._group)
         together: dict[int, dict[str, Any]] = {}
-        for theirs in everyones:
+        for theirs in gathered(own, self._group):
             for number, entries in theirs.items():
                 known = together.setdefault(number, entries)
                 if (name := _unlike(leaves(known), leaves(entries))) is not None:

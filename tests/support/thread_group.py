@@ -199,10 +199,7 @@ def use_threads(patch: pytest.MonkeyPatch, backend: str = "gloo") -> None:
     )
     patch.setattr("ddp_core.reduction.communication.carries_host_memory", lambda _: True)
     patch.setattr("ddp_core.reduction.communication.own_group", ThreadGroup.own)
-    patch.setattr("ddp_core.sharding.updates.dist", SimpleNamespace(all_gather_object=_all_gather_object))
-    patch.setattr(
-        "ddp_core.sharding.owns_part.dist", SimpleNamespace(all_gather_object=_all_gather_object, gather=_gather)
-    )
+    patch.setattr("ddp_core.sharding.owns_part.dist", SimpleNamespace(gather=_gather))
 
 
 def on_threads(world_size: int, function: Callable[[Any], Any]) -> list[Any]:
