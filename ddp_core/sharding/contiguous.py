@@ -11,23 +11,18 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_core.base.seeds import share_of
-from ddp_core.reduction.communication import Channel, Transfer
-from ddp_core.reduction.flat import Gradients, record_use, scale_
+from ddp_core.reduction.communication import Transfer
+from ddp_core.reduction.flat import record_use, scale_
 from ddp_core.reduction.one_level import plan_for
-from ddp_core.reduction.parts import Parts
 from ddp_core.reduction.tree import GradientTree, Span, add_, are_siblings
 
-from .norm import norm_of_owned
-from .owned import Owned
-from .parcels import Turns, group_parcels
-from .shards import FlatGroup, Shards
+from .parcels import GroupParcel, PartShares
+from .shards import FlatGroup
 
 THREADS = 2
 """A group is folded and sent while the one before it arrives and is added up; no more are on their way at a time.
@@ -36,32 +31,12 @@ In two levels, one more is on its way between nodes.
 """
 
 
-class ContiguousPieces:
+class ContiguousPieces(PartShares[GroupParcel]):
     """Sends each flat group in the last backward; a gradient is let go of as soon as it is in a message."""
-
-    idle_passes = 0
-
-    def __init__(
-        self,
-        shards: Shards,
-        owned: Sequence[Owned],
-        gradients: Gradients,
-        parts: Parts,
-        channel: Channel,
-        weights_to_compare: dist.ProcessGroup | None,
-    ) -> None:
-        self.gradients, self.channel, self._parts = gradients, channel, parts
-        self.weights_to_compare = weights_to_compare
-        self._owned = owned
-        self.reduced: Sequence[nn.Parameter] = [each.tensor for each in owned if each.tensor is not None]
-        self._rank, self._world_size = channel.ordered_sum.rank, channel.ordered_sum.world_size
-        self._parcels = group_parcels(shards, self._rank, gradients)
-        self._turns = Turns(self._parcels, self._send)
-        self._under_way = threading.BoundedSemaphore(channel.threads)
 
     def share(self, micro_batches: int) -> range:
         """The micro-batches of a step that this rank computes, in order."""
-        return share_of(micro_batches, self._rank, self._world_size)
+        return share_of(micro_batches, self._parts.rank, self._parts.world_size)
 
     def begin(self, micro_batches: int) -> None:
         """Start a step."""
@@ -73,18 +48,11 @@ class ContiguousPieces:
         for parcel in self._parcels:
             parcel.discard()
         self._turns.begin()
+        self._under_way = threading.BoundedSemaphore(self.channel.threads)
 
-    @contextlib.contextmanager
-    def backward(self, index: int) -> Iterator[None]:
+    def backward(self, index: int) -> contextlib.AbstractContextManager[None]:
         """Run forward and backward of micro-batch `index` inside."""
-        if index == self._tree.span.stop - 1:
-            for parcel in self._parcels:
-                parcel.open()
-        try:
-            yield
-        finally:
-            for parcel in self._parcels:
-                parcel.close()
+        return self._opened() if index == self._tree.span.stop - 1 else contextlib.nullcontext()
 
     def push(self, statistics: Tensor) -> None:
         """Take the gradients of the micro-batch that was run, and its batch-norm statistics."""
@@ -111,19 +79,8 @@ class ContiguousPieces:
         flags = [float(is_used) for of_parcel in self._used for is_used in of_parcel]
         counts = torch.tensor(flags, device=self.channel.device)
         # A count per rank is one leaf of a tree over ranks; small integers add exactly.
-        self.channel.sum([counts], counts, self._world_size)
-        used = iter(counts.tolist())
-        for parcel, total in zip(self._parcels, totals, strict=True):
-            parcel.give(total, [next(used) > 0 for _ in range(parcel.count)])
-
-    def norm(self) -> Tensor:
-        """The norm of the whole gradient, as on one process; a collective."""
-        return norm_of_owned(self._owned, self.channel, self._world_size)
-
-    def close(self) -> None:
-        """Take the hooks away."""
-        for parcel in self._parcels:
-            parcel.remove_hooks()
+        self.channel.sum([counts], counts, self._parts.world_size)
+        self._give(totals, counts)
 
     def _send(self, number: int) -> None:
         """Fold this rank's gradients of a parcel, and sum them over ranks, in the background."""
@@ -142,7 +99,7 @@ class ContiguousPieces:
             if not parcel.elements:
                 return group.empty()
             with self._under_way:
-                plan = plan_for(tree.leaves, self._world_size)
+                plan = plan_for(tree.leaves, self._parts.world_size)
                 (total,) = yield from self._parts.fold(own, parcel.like, plan, group.cuts)
                 return total
 

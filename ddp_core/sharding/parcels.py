@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from ddp_core.base.user_code import our_code
+from ddp_core.reduction.communication import Channel
 from ddp_core.reduction.flat import Gradients, record_use
+from ddp_core.reduction.parts import Parts
 
+from .norm import norm_of_owned
+from .owned import Owned
 from .shards import FlatGroup, Piece, Shards
+
+P = TypeVar("P", bound="Parcel")
 
 
 class Parcel(ABC):
@@ -97,6 +105,58 @@ class Turns:
         for parcel in self._parcels:
             parcel.complete()
         self.send_ready()
+
+
+class PartShares(ABC, Generic[P]):
+    """What both `OwnShares` have in common, which bring the gradients of `parcels`, in sequence, to who owns them.
+
+    `owned` has what this rank owns of each parameter, `gradients` those that backward makes.
+    """
+
+    def __init__(
+        self,
+        parcels: Sequence[P],
+        owned: Sequence[Owned],
+        gradients: Gradients,
+        parts: Parts,
+        channel: Channel,
+        weights_to_compare: dist.ProcessGroup | None,
+    ) -> None:
+        self.gradients, self.channel, self.weights_to_compare = gradients, channel, weights_to_compare
+        self._parcels, self._parts = parcels, parts
+        self._trained = [each for each in owned if each.is_trained]
+        self.reduced: Sequence[nn.Parameter] = [each.tensor for each in self._trained if each.tensor is not None]
+        self._turns = Turns(parcels, self._send)
+
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient, as on one process; a collective."""
+        return norm_of_owned(self._trained, self.channel, self._parts.world_size)
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for parcel in self._parcels:
+            parcel.remove_hooks()
+
+    @abstractmethod
+    def _send(self, number: int) -> None:
+        """Send a parcel in the background."""
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Let the parcels take the gradients of the pass inside."""
+        for parcel in self._parcels:
+            parcel.open()
+        try:
+            yield
+        finally:
+            for parcel in self._parcels:
+                parcel.close()
+
+    def _give(self, totals: Sequence[Tensor], counts: Tensor) -> None:
+        """Set what this rank owns to its sums; `counts`: for each parameter, how many micro-batches have used it."""
+        used = iter(counts.tolist())
+        for parcel, total in zip(self._parcels, totals, strict=True):
+            parcel.give(total, [next(used) > 0 for _ in range(parcel.count)])
 
 
 class GroupParcel(Parcel):

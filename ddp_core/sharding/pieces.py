@@ -82,18 +82,13 @@ class OwnsPieces(OwnsPart):
             for position, (name, parameter) in named
         ]
         self._owned_by_id = dict(zip(map(id, gradients.parameters), self.owned, strict=True))
-        if is_strided:
-            of_ranks: Rounds | ContiguousPieces = Rounds(
-                group_parcels(self._shards, rank, gradients),
-                self.owned,
-                gradients,
-                self._parts,
-                self._channel,
-                _UNDER_WAY,
-                weights_to_compare=self.group,
-            )
-        else:
-            of_ranks = ContiguousPieces(self._shards, self.owned, gradients, self._parts, self._channel, self.group)
+        parcels = group_parcels(self._shards, rank, gradients)
+        given = (parcels, self.owned, gradients, self._parts, self._channel)
+        of_ranks = (
+            Rounds(*given, _UNDER_WAY, weights_to_compare=self.group)
+            if is_strided
+            else ContiguousPieces(*given, self.group)
+        )
         self.reduction = ExactReduction(module, micro_batches, process_group=self.group, shares=of_ranks)
         self.updates = OwnUpdates(optimizer, self._owned_by_id, self.group)
         self.hooks = [first_after_step(optimizer, lambda *_: self.gather_parameters())]

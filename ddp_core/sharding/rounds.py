@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_core.reduction.communication import Channel, Transfer, in_last_phase
 from ddp_core.reduction.flat import Gradients, scale_
@@ -24,17 +24,15 @@ from ddp_core.reduction.leaf_sum import LeafSum
 from ddp_core.reduction.parts import Parts
 from ddp_core.reduction.round_sum import RoundSum
 
-from .norm import norm_of_owned
 from .owned import Owned
-from .parcels import Parcel, Turns
+from .parcels import Parcel, PartShares
 
 
-class Rounds:
+class Rounds(PartShares[Parcel]):
     """How an ExactReduction deals micro-batches to ranks and brings the gradients of `parcels` together.
 
-    Parcels are sent in their sequence. `owned` has what this rank owns of each parameter, `gradients` those that
-    backward makes. At most `under_way` parcels are on their way at a time, and backward waits for more: a slow network
-    must not pile up gradients. Where a forward or backward exchanges parameters (`in_pass` is entered around each),
+    At most `under_way` parcels are on their way at a time, and backward waits for more: a slow network must not pile up
+    gradients. Where a forward or backward exchanges parameters (`in_pass` is entered around each),
     every rank must run the same number of them (`needs_passes`): where the last round of a step has fewer micro-batches
     than ranks, the other ranks run an `idle_pass`.
     """
@@ -51,13 +49,8 @@ class Rounds:
         in_pass: Callable[[], AbstractContextManager[None]] = nullcontext,
         weights_to_compare: dist.ProcessGroup | None = None,
     ) -> None:
-        self.gradients, self.channel = gradients, channel
-        self.weights_to_compare = weights_to_compare
-        self._trained = [each for each in owned if each.is_trained]
-        self.reduced: Sequence[nn.Parameter] = [each.tensor for each in self._trained if each.tensor is not None]
-        self._parcels, self._parts, self._under_way_at_most = parcels, parts, under_way
-        self._needs_passes, self._in_pass = needs_passes, in_pass
-        self._turns = Turns(parcels, self._send)
+        super().__init__(parcels, owned, gradients, parts, channel, weights_to_compare)
+        self._under_way_at_most, self._needs_passes, self._in_pass = under_way, needs_passes, in_pass
         self._sums: list[RoundSum]
         self._notes: LeafSum | None
         """Sums the batch-norm statistics, and for each parameter how many micro-batches have used it."""
@@ -125,21 +118,11 @@ class Rounds:
         summed_statistics, counts = self._notes.totals()
         self._wait_for_all_but(0)
         statistics.copy_(summed_statistics)
-        used = iter(counts.tolist())
-        for parcel, future in zip(self._parcels, totals, strict=True):
-            total = future.wait()
+        sums = [future.wait() for future in totals]
+        for total in sums:
             scale_([total], scale)
-            parcel.give(total, [next(used) > 0 for _ in range(parcel.count)])
+        self._give(sums, counts)
         self._sums, self._notes = [], None
-
-    def norm(self) -> Tensor:
-        """The norm of the whole gradient, as on one process; a collective."""
-        return norm_of_owned(self._trained, self.channel, self._parts.world_size)
-
-    def close(self) -> None:
-        """Take the hooks away."""
-        for parcel in self._parcels:
-            parcel.remove_hooks()
 
     @property
     def _idle_rounds(self) -> int:
@@ -150,22 +133,10 @@ class Rounds:
     def _one_pass(self, counts: bool) -> Iterator[None]:
         self._counts, self._used = counts, [[]] * len(self._parcels)
         self._turns.begin()
-        with self._opened():
+        with self._opened(), self._in_pass():
             yield
         self._turns.send_rest()
         self._rounds += 1
-
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[None]:
-        """Let the parcels take the gradients of the pass inside."""
-        for parcel in self._parcels:
-            parcel.open()
-        try:
-            with self._in_pass():
-                yield
-        finally:
-            for parcel in self._parcels:
-                parcel.close()
 
     def _send(self, number: int) -> None:
         """Exchange a parcel's gradients of this round, in the background; none where the pass does not count."""
