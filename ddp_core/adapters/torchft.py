@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,7 +89,10 @@ class ExactSteps:
             )
         due = is_due(self.step)
         weights = fast_digest([*self._module.named_parameters(), *self._module.named_buffers()]) if due else b""
-        self._shares.meet(_Replicas(self._group, number, count), weights)
+        # torchft's own group says of each replica that it is rank 0.
+        send, receive = self._group.send, self._group.recv
+        replicas = SimpleNamespace(rank=lambda: number, size=lambda: count, send=send, recv=receive)
+        self._shares.meet(replicas, weights)
         self._before = [buffer.clone() for buffer in self._module.buffers()]
         self._exact.begin()
         return self._exact.share
@@ -124,29 +128,6 @@ class _ReplicaLost(Exception):
     """A message to or from another replica has failed."""
 
 
-class _Replicas:
-    """The process group of a quorum as a group of torch's: torchft's own says of each replica that it is rank 0."""
-
-    def __init__(self, group: Any, number: int, count: int) -> None:
-        self._group, self._number, self._count = group, number, count
-
-    def rank(self) -> int:
-        """The number of this replica."""
-        return self._number
-
-    def size(self) -> int:
-        """How many replicas there are."""
-        return self._count
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        """Start to send."""
-        return self._group.send(tensors, peer, tag)
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        """Start to receive."""
-        return self._group.recv(tensors, peer, tag)
-
-
 class _Messages(Channel):
     """Carries gradients between the replicas of the step's quorum."""
 
@@ -155,9 +136,9 @@ class _Messages(Channel):
         self._facts, self._weights = facts, b""
         self._exchange: PointToPoint | None = None
 
-    def meet(self, replicas: _Replicas, weights: bytes) -> None:
+    def meet(self, replicas: Any, weights: bytes) -> None:
         """Send between these replicas from now on."""
-        self._exchange, self._weights = PointToPoint(cast(Any, replicas)), weights
+        self._exchange, self._weights = PointToPoint(replicas), weights
 
     @contextmanager
     def _telling(self) -> Iterator[PointToPoint]:
@@ -212,7 +193,7 @@ class _Shares(ContiguousShares):
         self.channel: Channel = self._messages
         super().__init__(None, gradients, self.channel)
 
-    def meet(self, replicas: _Replicas, weights: bytes) -> None:
+    def meet(self, replicas: Any, weights: bytes) -> None:
         """Share between these replicas from now on."""
         self._rank, self._world_size = replicas.rank(), replicas.size()
         self._messages.meet(replicas, weights)

@@ -41,10 +41,6 @@ _NAMED = re.compile(r"GLOBAL (\S+)")
 """Finds in torch's messages the function or class that a pickle would call."""
 
 
-def _ignore(line: str) -> None:
-    pass
-
-
 def _manifests(directory: Path) -> list[Path]:
     """The manifest files of `directory`, newest step first."""
     try:
@@ -156,7 +152,7 @@ def _unusable(checkpoint: Checkpoint, reason: object) -> UserError:
     return UserError(f"checkpoint {checkpoint.path} cannot be used: {reason}", ExitCode.NO_CHECKPOINT)
 
 
-def newest_valid(directory: str | Path, on_event: Callable[[str], None] = _ignore) -> Checkpoint | None:
+def newest_valid(directory: str | Path, on_event: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
     """The newest checkpoint whose size and SHA-256 are right; `on_event` gets a warning line for each damaged one.
 
     Returns None if there is no manifest in `directory`. Raises UserError (3) if there are some and all are damaged.
@@ -278,7 +274,7 @@ def _reason(error: Exception) -> str:
     return next((line[:200] for line in lines if line), "")
 
 
-def sweep(directory: str | Path, on_event: Callable[[str], None] = _ignore, root: Path | None = None) -> list[Path]:
+def sweep(directory: str | Path, on_event: Callable[[str], None] = lambda line: None, root: Path | None = None) -> list[Path]:
     """Remove what dead writers left, temporary files and data files that no manifest commits; return their paths.
 
     Only files with names that this package gives are removed, and none whose flock a live writer holds.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Mapping
 from enum import IntEnum
@@ -42,12 +43,8 @@ def with_queues(state: Any) -> Any:
         return found if any(found[key] is not state[key] for key in found) else state
     if type(state) in (list, tuple):
         items = [with_queues(item) for item in state]
-        return type(state)(items) if any(map(_differ, items, state)) else state
+        return type(state)(items) if any(map(operator.is_not, items, state)) else state
     return state
-
-
-def _differ(one: object, other: object) -> bool:
-    return one is not other
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

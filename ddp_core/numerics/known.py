@@ -45,21 +45,8 @@ BY_DEFINITION = frozenset(
         *("_chunk_cat", "split_copy", "split_with_sizes_copy"),
         # True or false, and whole numbers.
         *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not", "isnan"),
-        *(
-            "isneginf",
-            "isposinf",
-            "__and__",
-            "isinf",
-            "isfinite",
-            "isin",
-            "bitwise_and",
-            "bitwise_or",
-            "bitwise_xor",
-            "bitwise_not",
-            "any",
-            "all",
-        ),
-        *("argmax", "argmin", "count_nonzero", "bincount", "bucketize"),
+        *("isneginf", "isposinf", "isinf", "isfinite", "isin", "__and__", "bitwise_and", "bitwise_or", "bitwise_xor"),
+        *("bitwise_not", "any", "all", "argmax", "argmin", "count_nonzero", "bincount", "bucketize"),
         # One of the numbers, or its sign; each of these is exact.
         *("max", "min", "amax", "amin", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "relu", "abs"),
         *("neg", "sign", "floor", "ceil", "round", "trunc", "threshold", "threshold_backward", "hardtanh", "relu6"),
