@@ -274,7 +274,9 @@ def _reason(error: Exception) -> str:
     return next((line[:200] for line in lines if line), "")
 
 
-def sweep(directory: str | Path, on_event: Callable[[str], None] = lambda line: None, root: Path | None = None) -> list[Path]:
+def sweep(
+    directory: str | Path, on_event: Callable[[str], None] = lambda line: None, root: Path | None = None
+) -> list[Path]:
     """Remove what dead writers left, temporary files and data files that no manifest commits; return their paths.
 
     Only files with names that this package gives are removed, and none whose flock a live writer holds.
