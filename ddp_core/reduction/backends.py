@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .collectives import BatchedMessages, CollectiveExchange
-from .exchange import Carrier, Exchange
+from .exchange import Exchange
 from .messages import PointToPoint
 
 
@@ -22,14 +22,6 @@ def exchange_among(group: dist.ProcessGroup, device: torch.device, members: Sequ
     if _backend(group, device) == "nccl":
         return BatchedMessages(group, members)
     return PointToPoint(group, members, tag)
-
-
-def carrier_on(group: dist.ProcessGroup, device: torch.device, tag: int) -> Carrier:
-    """The carrier for tensors on `device`; for `tag` see `PointToPoint`. A collective."""
-    if _backend(group, device) != "nccl":
-        return PointToPoint(group, tag=tag)
-    connect(exchange_on(group, device), device)
-    return BatchedMessages(group, range(group.size()))
 
 
 def connect(exchange: Exchange, device: torch.device) -> None:

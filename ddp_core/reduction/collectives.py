@@ -86,14 +86,6 @@ class BatchedMessages:
             parts = [flat[cut] for cut in cuts]
             self._run([(peer, parts[self.rank]) for peer in range(len(cuts))], enumerate(parts))
 
-    def carry(
-        self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], tag: int = 0
-    ) -> tuple[list[dist.Work], list[dist.Work | None]]:
-        """See `Carrier.carry`. Waits, so there is nothing left to wait for; `tag` means nothing here."""
-        expected = list(receives)
-        self._run(sends, expected)
-        return [], [None] * len(expected)
-
     def _run(self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]]) -> None:
         """Exchange tensors with other members, and wait; empty ones are left out."""
         operations = [

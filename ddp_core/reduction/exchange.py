@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 LINE_BYTES = 512
@@ -67,20 +66,6 @@ class Exchange(Gathers, Protocol):
         """Start to send every member its part (`cuts`, one for each) of the flat tensors `own`.
 
         `counts` says how many tensors each member brings. `like` shows dtype and device.
-        """
-
-
-class Carrier(Protocol):
-    """Carries tensors between any ranks of a process group."""
-
-    def carry(
-        self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], tag: int = 0
-    ) -> tuple[list[dist.Work], list[dist.Work | None]]:
-        """Start to send tensors to other ranks, and to receive tensors from them; return the works of both.
-
-        Each tensor comes with its rank; empty ones are left out. Two ranks' tensors arrive in the sequence in which
-        they were sent, among those with tag 0 and among those with tag 1. A work of a tensor that is received is None
-        if it is there.
         """
 
 

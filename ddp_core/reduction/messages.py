@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -58,13 +58,6 @@ class PointToPoint:
             works += [self.receive(parts[peer], peer, 1) for peer in self.peers if parts[peer].numel()]
             works += [self.send(parts[self.rank], peer, 1) for peer in self.peers if parts[self.rank].numel()]
         wait_for(works)
-
-    def carry(
-        self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], tag: int = 0
-    ) -> tuple[list[dist.Work], list[dist.Work | None]]:
-        """See `Carrier.carry`."""
-        arriving = [self.receive(tensor, peer, tag) if tensor.numel() else None for peer, tensor in receives]
-        return [self.send(tensor, peer, tag) for peer, tensor in sends if tensor.numel()], arriving
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> dist.Work:
         """Start to send; `tag`, 0 or 1, is added to that of this exchange."""

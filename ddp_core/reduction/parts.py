@@ -17,18 +17,17 @@ level.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backends import carrier_on, exchange_on, goes_through_host
-from .exchange import Arrival, Awaited, Collected, Exchange, Folding, Gathers, cut, wait_for
+from .backends import connect, exchange_among, exchange_on, goes_through_host
+from .exchange import Arrival, Exchange, Folding, Gathers, cut, wait_for
 from .host_memory import like_on_host, on_host
-from .messages import Inboxes
+from .messages import PointToPoint
 from .one_level import Plan
 from .ordered_sum import in_two_levels
 
@@ -60,9 +59,13 @@ def parts_on(group: dist.ProcessGroup | None, groups: tuple[tuple[int, ...], ...
     if group is None:
         return Alone()
     through_host = goes_through_host(group, device)
-    in_one = PartsInOneLevel(exchange_on(group, device), through_host)
-    has_levels = _are_alike(groups) and not through_host
-    return PartsInTwoLevels(group, groups, device, in_one) if has_levels else in_one
+    exchange = exchange_on(group, device)
+    in_one = PartsInOneLevel(exchange, through_host)
+    if not _are_alike(groups) or through_host:
+        return in_one
+    if not isinstance(exchange, PointToPoint):
+        connect(exchange, device)
+    return PartsInTwoLevels(group, groups, device, in_one)
 
 
 class Alone:
@@ -141,17 +144,13 @@ class PartsInTwoLevels:
         self.rank, self.world_size = group.rank(), group.size()
         self._in_one, self._nodes = in_one, nodes
         self._here = next(node for node, members in enumerate(nodes) if self.rank in members)
+        self._order = order_of(nodes, self.world_size)
+        self._lanes = list(zip(*nodes, strict=True))
+        """The ranks with one position on their nodes: each other's deputies."""
+        self._place = nodes[self._here].index(self.rank)
         # The tags below belong to the whole sums, which may be on their way at the same time.
-        self._within, self._across = carrier_on(group, device, tag=6), carrier_on(group, device, tag=8)
-        self._inboxes = Inboxes()
-        members, self._order = nodes[self._here], order_of(nodes, self.world_size)
-        position = members.index(self.rank)
-        self._deputies = [node[position] for node in nodes]
-        """This rank's deputy on each node; on its own node, the rank itself."""
-        self._cared_for = dict(zip(members, zip(*nodes, strict=True), strict=True))
-        """The ranks whose deputy each rank of this node is, node by node."""
-        # Each starts with another neighbour, so that they do not all send to the same one first.
-        self._neighbours = [*members[position + 1 :], *members[:position]]
+        self._node = exchange_among(group, device, nodes[self._here], tag=6)
+        self._lane = exchange_among(group, device, self._lanes[self._place], tag=8)
 
     def cuts(self, elements: int, dtype: torch.dtype, rounds: int) -> Sequence[slice]:
         """See `Parts.cuts`."""
@@ -169,10 +168,15 @@ class PartsInTwoLevels:
         if are_whole(cuts) or self._cost_of_one_level(cuts, like) <= self._in_one.one_round_bytes:
             return (yield from self._in_one.fold(own, like, plan, cuts))
         within_nodes, across = in_two_levels(plan, self._nodes)
-        in_node = self._send_in_node(own, like, within_nodes[self._here], cuts)
+        within = within_nodes[self._here]
+        laid = self._laid(cuts)
+        if laid != list(cuts):
+            own = [torch.cat([flat[cuts[rank]] for rank in self._order]) for flat in own]
+        lanes, mine = self._of_lanes(laid)
+        in_node = self._node.collect(own, like, [len(spans) for spans in within.spans], lanes)
         yield
-        subtrees = within_nodes[self._here].fold_(in_node.arrivals)
-        between = self._send_between_nodes(subtrees, like, [len(node.rest) for node in within_nodes], cuts)
+        subtrees = within.fold_(in_node.arrivals)
+        between = self._lane.collect(subtrees, like, [len(node.rest) for node in within_nodes], mine)
         wait_for(in_node.sent)
         yield
         sums = _folded(across, between.arrivals, like.new_empty(_size(cuts[self.rank])))
@@ -181,84 +185,34 @@ class PartsInTwoLevels:
         between.end()
         return sums
 
-    def _send_in_node(self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]) -> Collected:
-        """Start to send this rank's neighbours the parts of those ranks whose deputies they are."""
-        members = self._nodes[self._here]
-        counts = dict(zip(members, map(len, plan.spans), strict=True))
-        ranges = {member: joined(cuts[rank] for rank in ranks) for member, ranks in self._cared_for.items()}
-        mine = ranges[self.rank]
-        inbox, rows = self._rows(sum(counts.values()) - counts[self.rank], sum(map(_size, mine)), like)
-        expected = {member: [next(rows) for _ in range(counts[member])] for member in self._neighbours}
-        sent, works = self._within.carry(
-            [(member, flat[each]) for member in self._neighbours for flat in own for each in ranges[member]],
-            [
-                (member, part)
-                for member in self._neighbours
-                for row in expected[member]
-                for part in row.split([*map(_size, mine)])
-            ],
-        )
-        arriving = iter(works)
-        arrivals: dict[int, list[Arrival]] = {
-            member: [(row, _All([next(arriving) for _ in mine])) for row in rows_of_member]
-            for member, rows_of_member in expected.items()
-        }
-        arrivals[self.rank] = [(_laid_together(flat, mine), None) for flat in own]
-        ordered = [arrival for member in members for arrival in arrivals[member]]
-        return Collected(ordered, sent, partial(self._inboxes.give_back, inbox))
-
-    def _send_between_nodes(
-        self, subtrees: Sequence[Tensor], like: Tensor, counts: Sequence[int], cuts: Sequence[slice]
-    ) -> Collected:
-        """Start to send the node's sums to the ranks whose deputy this rank is; `counts` are those of all nodes."""
-        mine = self._cared_for[self.rank]
-        parts = [dict(zip(mine, each.split([_size(cuts[rank]) for rank in mine]), strict=True)) for each in subtrees]
-        inbox, rows = self._rows(sum(counts) - len(parts), _size(cuts[self.rank]), like)
-        # This rank's deputy on its own node is the rank itself.
-        expected = [
-            (deputy, part[self.rank] if deputy == self.rank else next(rows))
-            for deputy, count in zip(self._deputies, counts, strict=True)
-            for part in (parts if deputy == self.rank else [{}] * count)
-        ]
-        sent, works = self._across.carry(
-            [(rank, part[rank]) for rank in mine if rank != self.rank for part in parts],
-            [(deputy, row) for deputy, row in expected if deputy != self.rank],
-        )
-        arriving = iter(works)
-        arrivals: list[Arrival] = [(row, None if deputy == self.rank else next(arriving)) for deputy, row in expected]
-        return Collected(arrivals, sent, partial(self._inboxes.give_back, inbox))
-
-    def _rows(self, count: int, size: int, like: Tensor) -> tuple[Tensor, Iterator[Tensor]]:
-        """Memory for so many flat tensors that will arrive, and these tensors."""
-        inbox = self._inboxes.take(count * size, like)
-        return inbox, iter(inbox[: count * size].view(count, size))
-
     def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
         """See `Gathers.gather`."""
-        deputies = [deputy for deputy in self._deputies if deputy != self.rank]
-        others = [rank for rank in self._cared_for[self.rank] if rank != self.rank]
-        across = [
-            self._across.carry(
-                [(deputy, flat[cuts[self.rank]]) for deputy in deputies],
-                [(rank, flat[cuts[rank]]) for rank in others],
-                1,
-            )
-            for flat, cuts in flats
-        ]
-        works: list[Awaited | None] = []
-        for (flat, cuts), (sent, arriving) in zip(flats, across, strict=True):
-            wait_for(arriving)
-            parts = {
-                member: [flat[each] for each in joined(cuts[rank] for rank in ranks)]
-                for member, ranks in self._cared_for.items()
-            }
-            sent_within, arriving_within = self._within.carry(
-                [(member, part) for member in self._neighbours for part in parts[self.rank]],
-                [(member, part) for member in self._neighbours for part in parts[member]],
-                1,
-            )
-            works += [*sent, *sent_within, *arriving_within]
-        wait_for(works)
+        across, within, moved = [], [], []
+        for flat, cuts in flats:
+            whole, laid = flat, self._laid(cuts)
+            if laid != list(cuts):
+                whole = torch.empty_like(flat)
+                whole[laid[self.rank]] = flat[cuts[self.rank]]
+                moved += [(flat[to], whole[here]) for to, here in zip(cuts, laid, strict=True)]
+            lanes, mine = self._of_lanes(laid)
+            across.append((whole[lanes[self._place]], mine))
+            within.append((whole, lanes))
+        self._lane.gather(across)
+        self._node.gather(within)
+        for part, found in moved:
+            part.copy_(found)
+
+    def _laid(self, cuts: Sequence[slice]) -> list[slice]:
+        """The ranks' parts where they lie in the sequence in which those of a lane are neighbours."""
+        stops = itertools.accumulate(_size(cuts[rank]) for rank in self._order)
+        found = {rank: slice(stop - _size(cuts[rank]), stop) for rank, stop in zip(self._order, stops, strict=True)}
+        return [found[rank] for rank in range(self.world_size)]
+
+    def _of_lanes(self, laid: Sequence[slice]) -> tuple[list[slice], list[slice]]:
+        """The parts of each lane together, and within those of this rank's lane, the part of each of its ranks."""
+        lanes = [slice(laid[lane[0]].start, laid[lane[-1]].stop) for lane in self._lanes]
+        start = lanes[self._place].start
+        return lanes, [slice(laid[rank].start - start, laid[rank].stop - start) for rank in self._lanes[self._place]]
 
     def _cost_of_one_level(self, cuts: Sequence[slice], like: Tensor) -> float:
         """Bytes that leave a node in addition if every rank sends all others their parts of one subtree."""
@@ -277,36 +231,6 @@ def order_of(groups: tuple[tuple[int, ...], ...], world_size: int) -> Sequence[i
 def _are_alike(groups: tuple[tuple[int, ...], ...]) -> bool:
     """Whether there are groups, and all have as many ranks."""
     return len(set(map(len, groups))) == 1
-
-
-class _All:
-    """Several works to wait for."""
-
-    def __init__(self, works: Sequence[Awaited | None]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Until all are done."""
-        wait_for(self._works)
-
-
-def joined(cuts: Iterable[slice]) -> list[slice]:
-    """The cuts without the empty ones, and neighbours as one."""
-    found: list[slice] = []
-    for each in cuts:
-        if each.start < each.stop:
-            if found and found[-1].stop == each.start:
-                found[-1] = slice(found[-1].start, each.stop)
-            else:
-                found.append(each)
-    return found
-
-
-def _laid_together(flat: Tensor, ranges: Sequence[slice]) -> Tensor:
-    """These ranges of a flat tensor as one tensor; a view where that is possible."""
-    if len(ranges) == 1:
-        return flat[ranges[0]]
-    return torch.cat([flat[:0], *(flat[each] for each in ranges)])
 
 
 def _folded(plan: Plan, arrivals: Sequence[Arrival], out: Tensor) -> list[Tensor]:
