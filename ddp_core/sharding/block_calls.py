@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_core.base.torch_internals import at_the_end_of_backward
 from ddp_core.base.user_code import our_code
 from ddp_core.checkpoint.state import leaves
+from ddp_core.reduction.agreement import gathered
 
 from .blocks import refusal
 
@@ -29,10 +29,8 @@ class BlockCalls:
     each later one must repeat that one. Raises UserError (2), in a first one on every rank.
     """
 
-    def __init__(
-        self, module: nn.Module, blocks: Sequence[nn.Module], group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self._group, self._device = group, device
+    def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+        self._group = group
         names = {part: name for name, part in module.named_modules()}
         self._names = [names[block] for block in blocks]
         self._agreed: dict[str, list[int]] = {}
@@ -89,9 +87,7 @@ class BlockCalls:
             # The last one of a pass is its end, after which none comes.
             self._require_same([number, agreed[len(passed)]], kind)
         else:
-            everyones = list(torch.empty(self._group.size(), dtype=torch.int64, device=self._device).split(1))
-            dist.all_gather(everyones, torch.tensor([number], device=self._device), group=self._group)
-            self._require_same([int(each) for each in everyones], kind)
+            self._require_same(gathered(number, self._group), kind)
         passed.append(number)
         if number == _END:
             self._agreed[kind] = passed

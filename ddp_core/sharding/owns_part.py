@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from ddp_core.checkpoint import CutTensor
 from ddp_core.checkpoint.state import replaced
 from ddp_core.reduction import ExactReduction
-from ddp_core.reduction.agreement import gathered
-from ddp_core.reduction.flat import in_memory_order, view_in
 
 from .elementwise import require_elementwise
 from .owned import Owned
@@ -61,7 +60,7 @@ class OwnsPart(Ownership):
         return contextlib.nullcontext()
 
     def whole_on_first(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        return whole_on_first(state, self.group, self.device)
+        return whole_on_first(state, self.group)
 
     def own_state(self) -> dict[str, Any]:
         return self.updates.own_state()
@@ -83,44 +82,25 @@ def first_after_step(optimizer: torch.optim.Optimizer, hook: Callable[..., None]
     return handle
 
 
-def whole_on_first(
-    state: dict[str, Any], group: dist.ProcessGroup | None, device: torch.device
-) -> dict[str, Any] | None:
+def whole_on_first(state: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any] | None:
     """A state with a whole tensor, in host memory, for each CutTensor: on rank 0 of `group`, and None on the others.
 
-    A collective; one tensor is gathered at a time, on `device`. Every rank has CutTensors for the same tensors.
+    A collective; one tensor is gathered at a time. Every rank has CutTensors for the same tensors.
     """
-    cuts: dict[int, CutTensor] = {}
-    replaced(state, lambda leaf, _: cuts.setdefault(id(leaf), leaf) if isinstance(leaf, CutTensor) else leaf)
-    ranges = [[(start, values.numel()) for start, values in cut.pieces.items()] for cut in cuts.values()]
-    wholes: dict[int, Tensor] = {}
-    for (key, cut), *of_ranks in zip(cuts.items(), *gathered(ranges, group), strict=True):
-        flat = torch.cat([torch.empty(0, dtype=cut.dtype, device=device), *cut.pieces.values()])
-        parts = _gathered(flat, max(_length(pieces) for pieces in of_ranks), group)
-        if parts is not None:
-            like = torch.empty_strided(cut.shape, cut.strides, device="meta")
-            wholes[key] = view_in(torch.empty(like.numel(), dtype=cut.dtype), like)
-            whole = in_memory_order(wholes[key], like)
-            for part, pieces in zip(parts, of_ranks, strict=True):
-                begins = [0, *itertools.accumulate(count for _, count in pieces)]
-                for (start, count), begin in zip(pieces, begins, strict=False):
-                    whole[start : start + count] = part[begin : begin + count]
-    if group is not None and group.rank():
-        return None
-    return replaced(state, lambda leaf, _: wholes[id(leaf)] if isinstance(leaf, CutTensor) else leaf)  # type: ignore[no-any-return]
+    is_first = group is None or group.rank() == 0
+    wholes: dict[int, Tensor | CutTensor] = {}
 
+    def whole(leaf: Any, _: str) -> Any:
+        if not isinstance(leaf, CutTensor):
+            return leaf
+        if id(leaf) not in wholes:
+            own = {start: values.detach().to("cpu", copy=True) for start, values in leaf.pieces.items()}
+            everyones: list[Any] = [own]
+            if group is not None:
+                everyones *= group.size()
+                dist.gather_object(own, everyones if is_first else None, group=group, group_dst=0)
+            wholes[id(leaf)] = replace(leaf, pieces=dict(ChainMap(*everyones))).whole() if is_first else leaf
+        return wholes[id(leaf)]
 
-def _gathered(flat: Tensor, longest: int, group: dist.ProcessGroup | None) -> list[Tensor] | None:
-    """All ranks' flat tensors, each filled up to `longest` elements, on rank 0; None on the others."""
-    if group is None:
-        return [flat]
-    filled = flat.new_zeros(longest)
-    filled[: flat.numel()] = flat
-    parts = [torch.empty_like(filled) for _ in range(group.size())] if group.rank() == 0 else None
-    if longest:
-        dist.gather(filled, parts, group=group, group_dst=0)
-    return parts
-
-
-def _length(pieces: Sequence[tuple[int, int]]) -> int:
-    return sum(count for _, count in pieces)
+    found: dict[str, Any] = replaced(state, whole)
+    return found if is_first else None

@@ -157,7 +157,7 @@ class OwnsRows(OwnsPart):
         }
 
     def whole_weights(self) -> dict[str, Any] | None:
-        return whole_on_first(self.own_weights(), self.group, self.device)
+        return whole_on_first(self.own_weights(), self.group)
 
     def own_weights(self, copy: nn.Module | None = None) -> dict[str, Any]:
         assert copy is None, "a copy of the module would have whole weights"
@@ -208,5 +208,5 @@ def _wrapped(
         raise refusal(first_line(error)) from error
     forget_that_it_is_cut(module)
     if blocks and group.size() > 1:
-        BlockCalls(module, blocks, group, device)
+        BlockCalls(module, blocks, group)
     return wrapped

@@ -148,12 +148,9 @@ def _all_gather(whole: Tensor, own: Tensor, group: ThreadGroup) -> None:
     _all_to_all(whole, own.repeat(group.size()), size, size, group)
 
 
-def _gather(own: Tensor, parts: list[Tensor] | None, group: ThreadGroup, group_dst: int) -> None:
-    assert (parts is None) == (group.rank() != group_dst)
-    everyones: list[Any] = [None] * group.size()
-    _all_gather_object(everyones, own.clone(), group)
-    for part, theirs in zip(parts or [], everyones, strict=parts is not None):
-        part.copy_(theirs)
+def _gather_object(own: object, found: list[Any] | None, group: ThreadGroup, group_dst: int) -> None:
+    assert (found is None) == (group.rank() != group_dst)
+    _all_gather_object(found or [None] * group.size(), own, group)
 
 
 def _all_reduce(tensor: Tensor, operation: dist.ReduceOp, group: ThreadGroup) -> None:
@@ -199,7 +196,7 @@ def use_threads(patch: pytest.MonkeyPatch, backend: str = "gloo") -> None:
     )
     patch.setattr("ddp_core.reduction.communication.carries_host_memory", lambda _: True)
     patch.setattr("ddp_core.reduction.communication.own_group", ThreadGroup.own)
-    patch.setattr("ddp_core.sharding.owns_part.dist", SimpleNamespace(gather=_gather))
+    patch.setattr("ddp_core.sharding.owns_part.dist", SimpleNamespace(gather_object=_gather_object))
 
 
 def on_threads(world_size: int, function: Callable[[Any], Any]) -> list[Any]:

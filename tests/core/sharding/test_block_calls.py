@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
 from ddp_core.sharding.block_calls import BlockCalls
-from tests.support.thread_group import _all_gather_object, on_threads
+from tests.support.thread_group import on_threads, use_threads
 
 
 class Net(nn.Module):
@@ -38,20 +37,13 @@ def told(net: Net, calls: list[int]) -> str:
 
 @pytest.fixture(autouse=True)
 def on_groups_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_gather(everyones: list[Tensor], own: Tensor, group: Any) -> None:
-        found: list[Any] = [None] * group.size()
-        assert own.dtype == everyones[0].dtype == torch.int64
-        _all_gather_object(found, own, group)
-        for one, other in zip(everyones, found, strict=True):
-            one.copy_(other)
-
-    monkeypatch.setattr("ddp_core.sharding.block_calls.dist", SimpleNamespace(all_gather=all_gather))
+    use_threads(monkeypatch)
 
 
 def test_each_later_forward_repeats_the_first_one_of_its_mode() -> None:
     def messages(group: Any) -> list[str]:
         net = Net()
-        BlockCalls(net, list(net.layers), group, torch.device("cpu"))
+        BlockCalls(net, list(net.layers), group)
         net.layers[2](torch.ones(1, 2))  # a backward may call blocks again, outside of a forward
         found = [told(net, [0, 1]), told(net, [0, 1])]
         net.layers[2](torch.ones(1, 2))
@@ -69,7 +61,7 @@ def test_each_later_forward_repeats_the_first_one_of_its_mode() -> None:
 def test_in_the_first_forward_ranks_are_compared_before_each_gather() -> None:
     def messages(group: Any) -> str:
         net = Net()
-        BlockCalls(net, list(net.layers), group, torch.device("cpu"))
+        BlockCalls(net, list(net.layers), group)
         return told(net, [0, 1, 2] if group.rank() else [0, 1])
 
     assert on_threads(3, messages) == ["its end and layers.2"] * 3
@@ -82,7 +74,7 @@ def test_a_call_that_is_refused_gathers_nothing() -> None:
         net, found = Net(), list[int]()
         for number, layer in enumerate(net.layers):
             layer.register_forward_pre_hook(lambda *_, number=number: found.append(number))
-        BlockCalls(net, list(net.layers), group, torch.device("cpu"))
+        BlockCalls(net, list(net.layers), group)
         told(net, [0, 1 + group.rank()])
         return found
 
@@ -97,7 +89,7 @@ def test_calls_of_a_hook_on_the_model_are_compared() -> None:
             net.layers[group.rank()](torch.ones(1, 2))
 
         net.register_forward_pre_hook(call)
-        BlockCalls(net, list(net.layers), group, torch.device("cpu"))
+        BlockCalls(net, list(net.layers), group)
         return told(net, [2])
 
     assert on_threads(2, messages) == ["layers.0 and layers.1"] * 2
@@ -129,7 +121,7 @@ def test_each_later_backward_repeats_the_first_one() -> None:
         found = []
         for used in ([0, 2], [2, 0], [1, 2], [2], [0, 1, 2]):
             net = Branches()
-            BlockCalls(net, list(net.layers), group, torch.device("cpu"))
+            BlockCalls(net, list(net.layers), group)
             with torch.no_grad():
                 net(torch.ones(1, 2), [1])
             found += [told_by_backward(net, [0, 2]), told_by_backward(net, [0, 2]), told_by_backward(net, used)]
@@ -151,7 +143,7 @@ def test_in_the_first_backward_ranks_are_compared_before_each_gather() -> None:
                 output.register_hook(lambda _: gathered.append(number))
 
             layer.register_forward_hook(gather)
-        BlockCalls(net, list(net.layers), group, torch.device("cpu"))
+        BlockCalls(net, list(net.layers), group)
         return told_by_backward(net, [[1, 2], [0, 2]][group.rank()]), gathered
 
     assert on_threads(2, messages) == [("layers.0 and layers.1", [2])] * 2
@@ -161,7 +153,7 @@ def test_in_the_first_backward_ranks_are_compared_before_each_gather() -> None:
 def test_a_backward_that_ends_sooner_is_refused(used: list[int]) -> None:
     def messages(group: Any) -> str:
         net = Branches()
-        BlockCalls(net, list(net.layers), group, torch.device("cpu"))
+        BlockCalls(net, list(net.layers), group)
         return told_by_backward(net, used if group.rank() else [0, *used])
 
     assert on_threads(2, messages) == ["its end and layers.0"] * 2

@@ -226,7 +226,7 @@ def test_weights_go_out_as_what_each_rank_owns_of_them() -> None:
         for state in found:
             assert [name for name, each in state.items() if isinstance(each, CutTensor)] == trained
             assert state["again.weight"] is state["first.weight"]
-        whole = whole_on_first(found[1], group, torch.device("cpu"))
+        whole = whole_on_first(found[1], group)
         assert bits(whole) == (None if group.rank() else bits(average.state_dict()))
         other = Stored()
         kept = OwnsPieces(other, optimizer(other), 2, process_group=group).own_weights()
@@ -264,7 +264,7 @@ def test_the_whole_of_a_state_is_put_together_on_the_first_rank() -> None:
             for name, form in forms.items()
         }
         state["nested"] = [{"again": state["exact"]}, 7]
-        return whole_on_first(state, group, torch.device("cpu"))
+        return whole_on_first(state, group)
 
     _, whole, nothing = on_thread_world(3, together)
     assert nothing is None
