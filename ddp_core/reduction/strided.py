@@ -18,8 +18,8 @@ from ddp_core.base.torch_internals import keep_static_graph_from_reducing, rebui
 
 from .communication import Channel
 from .flat import Gradients, scale_gradients_
-from .leaf_sum import LeafSum
 from .parts import parts_on
+from .round_sum import LeafSum
 
 
 class StridedShares:

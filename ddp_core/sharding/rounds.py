@@ -20,9 +20,8 @@ from torch import Tensor
 
 from ddp_core.reduction.communication import Channel, Transfer, in_last_phase
 from ddp_core.reduction.flat import Gradients, scale_
-from ddp_core.reduction.leaf_sum import LeafSum
 from ddp_core.reduction.parts import Parts
-from ddp_core.reduction.round_sum import RoundSum
+from ddp_core.reduction.round_sum import LeafSum, RoundSum
 
 from .owned import Owned
 from .parcels import Parcel, PartShares

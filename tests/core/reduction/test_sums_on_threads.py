@@ -15,12 +15,11 @@ from ddp_core.base.seeds import share_of
 from ddp_core.reduction import OrderedSum
 from ddp_core.reduction.backends import exchange_among, exchange_on, goes_through_host
 from ddp_core.reduction.exchange import LINE_BYTES, cut, wait_for
-from ddp_core.reduction.leaf_sum import LeafSum
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.one_level import Plan, plan_for
 from ddp_core.reduction.ordered_sum import TwoLevels, groups_of
 from ddp_core.reduction.parts import PartsInOneLevel, parts_on
-from ddp_core.reduction.round_sum import RoundSum
+from ddp_core.reduction.round_sum import LeafSum, RoundSum
 from ddp_core.reduction.tree import GradientTree, Span
 from tests.distributed.level_cases import WORLDS, leaves_of, subtrees, wrong_sums
 from tests.support.thread_group import Channel, ThreadGroup, at_once, on_threads, use_threads
