@@ -43,13 +43,30 @@ class Collectives:
     device: torch.device
     is_abandoned: bool = field(default=False, init=False)
 
+    # What follows, down to `cannot_abort`, is so where the loss of a rank ends all; `ddp_core.live` overrides it.
+    runs_ahead = True
+    """Whether the host may be ahead of its device by steps, so that it may read losses later."""
+    takes_back = False
+    """Whether this process goes on after a step that it could not finish: what was changed in it must come back."""
+    waits_to_part = True
+    """Whether this process waits until the connections of a group that it leaves are closed."""
+
     @property
     def is_left_behind(self) -> bool:
         """Whether the others go on in another group, as one of them was lost; asked while this rank waits for others.
 
-        Never here. Where a loss does not end all, `ddp_core.live` overrides this and the four methods that follow.
+        Never here.
         """
         return False
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether all ranks are to leave at the end of the step, to let a new one in."""
+        return False
+
+    def to_successors(self, value: Callable[[], Any]) -> Any:
+        """Rank 0's value (plain Python types) on each rank that would take its place; None where none would."""
+        return None
 
     def open_store(self, timeout: float) -> dist.Store:
         """The store of this launch; `timeout`, in seconds, limits every wait."""

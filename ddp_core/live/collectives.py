@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,16 +43,33 @@ SPARING: Mapping[str, str] = {
 class LiveCollectives(Collectives):
     """What ranks send each other beside gradients, in one of the groups of a launch.
 
-    `is_left_behind`: whether the others go on in another group, as one of them was lost; asked while this rank waits.
+    `is_left_behind` and `makes_room` answer the questions of these names.
     """
 
-    def __init__(self, world: World, device: torch.device, is_left_behind: Callable[[], bool]) -> None:
+    runs_ahead = False  # `await_step` waits for each step
+    takes_back = True
+    waits_to_part = False  # the others wait for this rank
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        is_left_behind: Callable[[], bool],
+        makes_room: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__(world, device)
-        self._is_left_behind = is_left_behind
+        self._is_left_behind, self._makes_room = is_left_behind, makes_room
 
     @property
     def is_left_behind(self) -> bool:
         return self._is_left_behind()
+
+    @property
+    def makes_room(self) -> bool:
+        return self._makes_room()
+
+    def to_successors(self, value: Callable[[], Any]) -> Any:
+        return self.broadcast(value())
 
     def open_store(self, timeout: float) -> dist.Store:
         assert self.world.members_at is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 from torch import nn
@@ -28,7 +28,6 @@ def job_of(
     metrics: MetricsWriter,
     stop: StopRequest,
     heartbeat: Heartbeat,
-    makes_room: Callable[[], bool] | None,
 ) -> Iterator[Job]:
     """What the trainer is given; what it saves and observes with is closed when the block ends.
 
@@ -59,7 +58,6 @@ def job_of(
                 has_random_data=record.is_random,
             ),
             trial=Trial(request.asked.miniature, request.asked.only_steps, request.noted_in),
-            makes_room=makes_room,
             observers=[heartbeat, *parts.observers, *observers],
         )
 

@@ -25,8 +25,6 @@ class Recovery:
     """A file that says whether all are asked to stop; None where a signal alone does."""
     collectives: Callable[[World, torch.device], Collectives] = Collectives
     """What makes the collectives of a group."""
-    makes_room: Callable[[], bool] | None = None
-    """Whether all ranks are to leave at the end of the step, to let a new one in; None where none can come."""
 
     def __init__(self, request: Request, world: World) -> None:
         self.prepared = Prepared()

@@ -137,7 +137,7 @@ def _train(request: Request, world: World, stop: StopRequest, listen: Callable[[
             beginning = beginning._replace(parts=replace(beginning.parts, callbacks=callbacks))
             heartbeat = Heartbeat(record.directory.path, world, record.usage)
             with ExitStack() as training:
-                job = training.enter_context(job_of(record, beginning, metrics, stop, heartbeat, recovery.makes_room))
+                job = training.enter_context(job_of(record, beginning, metrics, stop, heartbeat))
                 with job.collectives.connecting(job.collectives.uses_nccl):
                     trainer = build_trainer(job)
                 stack.callback(recovery.hold, trainer)  # called when the trainer is closed

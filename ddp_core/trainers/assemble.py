@@ -75,7 +75,7 @@ def build_trainer(job: Job) -> Trainer:
     clock = StepClock(state.model if _overlaps(job) else None, job.device)
     saving = Saving(job, clock, steps)
     guard = Guard(job, state, clock, saving)
-    read_every = steps_between_reading(job.options, state, job.device, job.is_live)
+    read_every = steps_between_reading(job.options, state, job.collectives)
     gate = LossGate(state.optimizer, job.device) if read_every > 1 else None
     losses = StepLosses(
         job.collectives, batches.cut.micro_batches, saving.may_save, outside.before_wait, read_every, gate
@@ -89,7 +89,7 @@ def build_trainer(job: Job) -> Trainer:
     witnessed = Witnessed(job, steps, saving, guard)
     # The clock counts what others take. An evaluation is printed with the epoch's mean loss, and callbacks get both.
     observers: list[StepObserver] = [clock, figures, evaluator]
-    if job.options.on_nan == "skip" or job.is_live:
+    if job.options.on_nan == "skip" or job.collectives.takes_back:
         from ddp_core.trainers.buffer_copies import BufferCopies
 
         observers.append(BufferCopies(state))

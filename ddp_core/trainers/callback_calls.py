@@ -76,7 +76,7 @@ class CallbackCalls(StepObserver):
         """The methods that were called after it."""
         self._asked: dict[int, EndRequest] = {}
         """The callbacks that have asked to end the run after it, by their positions."""
-        self._shares = False
+        self._first_has_any = False
         self._shared: CallbackProgress | None = None
         """What rank 0 has let this rank know."""
 
@@ -87,7 +87,7 @@ class CallbackCalls(StepObserver):
         # A list of callbacks may differ between ranks.
         by_rank = self._job.collectives.gather((own, self.has_any))
         self._methods = set().union(*(own for own, _ in by_rank))
-        self._shares = self._job.is_live and by_rank[0][1]
+        self._first_has_any = by_rank[0][1]
 
     def told(self) -> CallbackProgress | None:
         """What another process needs to know to call the callbacks in the place of rank 0."""
@@ -121,8 +121,8 @@ class CallbackCalls(StepObserver):
 
     def settle(self, batch: StepBatch) -> None:
         # Nothing is told of this step any more, whatever happens while it is saved.
-        if self._shares:
-            self._shared = self._job.collectives.broadcast(self.told())
+        if self._first_has_any:
+            self._shared = self._job.collectives.to_successors(self.told)
 
     def ended(self) -> None:
         self._call("on_end", self._steps.last_epoch, self._steps.state.position.last_epoch_loss)

@@ -105,8 +105,7 @@ class DistributedStrategy(SingleStrategy):
 
     def drop(self) -> None:
         """Let go of DDP and the reduction."""
-        # In a live recovery the other ranks wait for this one.
-        self.reduction.close(waits=not self.job.is_live)
+        self.reduction.close(waits=self.job.collectives.waits_to_part)
         del self.reduction, self.module
         gc.collect()
 

@@ -65,8 +65,6 @@ class Job:
     stop: StopRequest
     run: RunAccess = field(default_factory=RunAccess)
     trial: Trial = field(default_factory=Trial)
-    makes_room: Callable[[], bool] | None = None
-    """Whether all ranks are to leave at the end of the step, to let a new one in; None where none can come."""
     observers: Sequence[StepObserver] = ()
     """Observers from outside the trainer, in this order. At each moment the trainer's own act first; only what is
     trained is looked at after them, so that a flag `requires_grad` that one of them changed counts from this step on.
@@ -76,11 +74,6 @@ class Job:
     def device(self) -> torch.device:
         """The device that this process trains on; of several replicas, the first one's."""
         return self.collectives.device
-
-    @property
-    def is_live(self) -> bool:
-        """Whether the other ranks go on, in these processes, where one is lost or joins them."""
-        return self.makes_room is not None
 
     @property
     def is_exact(self) -> bool:

@@ -104,9 +104,9 @@ class Loop:
         return bad is None
 
     def _leave(self) -> None:
-        """End the run here, once it is saved; or raise Regroup, where the ranks only make room for another one."""
+        """End the run here, once it is saved; raises Regroup where nobody asked for that, but only for room."""
         stop = self._job.stop
-        if self._job.is_live and not any(self._job.collectives.gather(stop.requested)):
+        if not any(self._job.collectives.gather(stop.requested)):
             raise Regroup
         self.observers.before_stop()
         stop.saved()

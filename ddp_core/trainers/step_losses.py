@@ -164,19 +164,18 @@ def not_on_all(what: str) -> UserError:
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
-def steps_between_reading(options: Options, state: TrainState, device: torch.device, is_live: bool = False) -> int:
+def steps_between_reading(options: Options, state: TrainState, collectives: Collectives) -> int:
     """After how many steps the host reads the losses: `log_every` on CUDA, where reading makes it wait for the device.
 
-    1 on the CPU, in a live recovery, which waits all the same, and wherever a LossGate cannot hold an update back: with
-    an optimizer that is not one of torch's fused ones, and where bad steps are to be skipped. A schedule of the
+    1 on the CPU, where the host waits for each step all the same, and wherever a LossGate cannot hold an update back:
+    with an optimizer that is not one of torch's fused ones, and where bad steps are to be skipped. A schedule of the
     experiment's own goes on after a bad loss; nobody sees that, since the run ends where the loss is read, before
     anything is saved.
     """
     groups = state.optimizer.param_groups
     holds_back = type(state.optimizer) in _FUSED and all(group.get("fused") for group in groups)
-    if device.type == "cpu" or is_live or options.on_nan == "skip" or not holds_back:
-        return 1
-    return options.log_every
+    reads_late = collectives.device.type != "cpu" and collectives.runs_ahead and options.on_nan != "skip" and holds_back
+    return options.log_every if reads_late else 1
 
 
 class LossGate:

@@ -67,8 +67,7 @@ class Strategy(ABC):
 
         Called once per step on every rank, after its last forward.
         """
-        makes_room = self.job.makes_room is not None and self.job.makes_room()
-        self.losses.send(batch, self.job.stop.requested or makes_room)
+        self.losses.send(batch, self.job.stop.requested or self.job.collectives.makes_room)
 
     def write_along(self, batch: StepBatch) -> None:
         """Run the forward of micro-batch 0 in a step that has no micro-batch for this model: it may write to weights.

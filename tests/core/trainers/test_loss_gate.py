@@ -14,6 +14,9 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.world import World
+from ddp_core.live.collectives import LiveCollectives
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.sampler import GlobalOrder
 from ddp_core.trainers import Trainer
@@ -153,8 +156,8 @@ def test_losses_are_read_rarely_where_the_device_holds_updates_back(
     asked = Options(reduction="exact", log_every=7, **options)
     state.average = WeightAverage(model, 0.9)
     state.schedule = torch.optim.lr_scheduler.ConstantLR(state.optimizer)
-    assert steps_between_reading(asked, state, device) == steps
-    assert steps_between_reading(asked, state, device, is_live=True) == 1
+    assert steps_between_reading(asked, state, Collectives(World(), device)) == steps
+    assert steps_between_reading(asked, state, LiveCollectives(World(), device, lambda: False)) == 1
 
 
 @pytest.mark.parametrize(("value", "on_nan"), [(math.inf, "stop"), (math.nan, "skip")])

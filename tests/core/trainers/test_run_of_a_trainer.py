@@ -24,8 +24,9 @@ from ddp_core.checkpoint.state import Snapshots
 from ddp_core.config.experiment import Evaluation
 from ddp_core.config.layout import Layout
 from ddp_core.distributed.process_group import Collectives
-from ddp_core.distributed.stop import Stopped, StopRequest
+from ddp_core.distributed.stop import Regroup, Stopped, StopRequest
 from ddp_core.distributed.world import World
+from ddp_core.live.collectives import LiveCollectives
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.losses import class_hits, cross_entropy, mean_squared_error
 from ddp_core.model.optimizers import build_optimizer
@@ -146,9 +147,29 @@ def test_a_request_to_stop_is_met_at_the_next_step() -> None:
     assert "SIGTERM" in str(raised.value)
 
 
+class MakesRoom(LiveCollectives):
+    """A rank that is to make room after its first step, and another one, which may have been asked to stop."""
+
+    def __init__(self, is_other_asked: bool) -> None:
+        super().__init__(World(), CPU, lambda: False, lambda: True)
+        self.is_other_asked = is_other_asked
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.is_other_asked] if isinstance(value, bool) else [value]
+
+
 def test_a_rank_that_nobody_has_asked_stops_with_the_others_and_says_so() -> None:
-    with trainer_of(experiment()) as trainer, pytest.raises(Stopped, match="another rank was asked to"):
-        trainer.loop._leave()
+    with trainer_of(experiment(), collectives=MakesRoom(is_other_asked=True)) as trainer:
+        with pytest.raises(Stopped, match="another rank was asked to"):
+            trainer.train()
+        assert trainer.state.step == trainer.saving.newest_step == 1
+
+
+def test_ranks_that_only_make_room_save_nothing() -> None:
+    with trainer_of(experiment(), collectives=MakesRoom(is_other_asked=False)) as trainer:
+        with pytest.raises(Regroup):
+            trainer.train()
+        assert (trainer.state.step, trainer.saving.newest_step) == (1, 0)
 
 
 def test_an_evaluation_as_good_as_the_best_is_not_a_better_one() -> None:

@@ -26,6 +26,7 @@ from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.built import BuiltExperiment
+from ddp_core.live.collectives import LiveCollectives
 from ddp_core.model.losses import class_hits, cross_entropy
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.callback import Callback, Moment
@@ -77,7 +78,6 @@ def trainer_of(
     device: torch.device = CPU,
     collectives: Collectives | None = None,
     only_steps: int | None = None,
-    makes_room: Callable[[], bool] | None = None,
     checkpointer: Checkpointer | None = None,
     **options: Any,
 ) -> Iterator[Trainer]:
@@ -103,7 +103,6 @@ def trainer_of(
         observers=[FaultScript(faults), *observers],
         run=RunAccess(directory=Path("run"), checkpointer=checkpointer),
         trial=Trial(only_steps=only_steps),
-        makes_room=makes_room,
     )
     trainer = build_trainer(job)
     try:
@@ -352,7 +351,8 @@ def test_a_step_that_another_rank_ends_has_changed_no_batch_statistics(
 ) -> None:
     """The losses come after the gradients: a rank may be lost between them, when the statistics are in the model."""
     record = experiment(reduction="exact", epochs=2)
-    with trainer_of(record, batch_norm_and_dropout, makes_room=lambda: False) as trainer:
+    live = LiveCollectives(World(), CPU, lambda: False)
+    with trainer_of(record, batch_norm_and_dropout, collectives=live) as trainer:
         owner = trainer.strategy.losses if moment == "receive" else trainer.loop.update
         usual, before = getattr(owner, moment), dict[str, Tensor]()
 
