@@ -222,14 +222,4 @@ def callbacks_of(loaded: LoadedExperiment) -> tuple[list[Callback], list[StepObs
             raise UserError(f"callbacks[{number}] in {loaded.path} has ranks={each.ranks!r}; it is 'first' or 'all'")
     callbacks = [each for each in found if isinstance(each, Callback)]
     observers = [each for each in found if isinstance(each, StepObserver)]
-    return callbacks, [_UsersObservers(observers)] if observers else []
-
-
-class _UsersObservers(StepObservers):
-    """The user's step observers, called within a boundary that says whose code it is."""
-
-    _boundary = user_code("your step observer")
-
-    def tell(self, moment: str, *words: Any) -> None:
-        with self._boundary:
-            super().tell(moment, *words)
+    return callbacks, [StepObservers(observers, user_code("your step observer"))] if observers else []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -109,15 +110,16 @@ class StepObserver:
 class StepObservers(StepObserver):
     """Several observers as one; at each moment those that do something then are called, in the order given."""
 
-    def __init__(self, observers: Sequence[StepObserver]) -> None:
-        self._acts: dict[str, list[Callable[..., None]]] = {}
+    def __init__(
+        self, observers: Sequence[StepObserver], boundary: AbstractContextManager[object] | None = None
+    ) -> None:
         for moment in (name for name in vars(StepObserver) if not name.startswith("_")):
             # Most observers do something at one or two moments.
             if acts := [getattr(each, moment) for each in observers if overrides(each, StepObserver, moment)]:
-                self._acts[moment] = acts
-                setattr(self, moment, partial(self.tell, moment))
+                setattr(self, moment, partial(_call_all, acts, boundary or nullcontext()))
 
-    def tell(self, moment: str, *words: Any) -> None:
-        """Call the method of this name."""
-        for act in self._acts[moment]:
+
+def _call_all(acts: Sequence[Callable[..., None]], boundary: AbstractContextManager[object], *words: Any) -> None:
+    with boundary:
+        for act in acts:
             act(*words)
