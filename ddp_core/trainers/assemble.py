@@ -18,7 +18,7 @@ from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.callback_calls import CallbackCalls
 from ddp_core.trainers.checks import Guard
 from ddp_core.trainers.clock import StepClock
-from ddp_core.trainers.digests import KeptDigests, WeightDigests
+from ddp_core.trainers.digests import WeightDigests
 from ddp_core.trainers.evaluator import Evaluator
 from ddp_core.trainers.figures import Figures
 from ddp_core.trainers.job import Job
@@ -71,15 +71,12 @@ def build_trainer(job: Job) -> Trainer:
     state = _fresh_state(job, passes)
     batches = _batches(job)
     steps = _steps(job, state, batches)
-    outside = StepObservers(job.observers)
     clock = StepClock(state.model if _overlaps(job) else None, job.device)
     saving = Saving(job, clock, steps)
     guard = Guard(job, state, clock, saving)
     read_every = steps_between_reading(job.options, state, job.collectives)
     gate = LossGate(state.optimizer, job.device) if read_every > 1 else None
-    losses = StepLosses(
-        job.collectives, batches.cut.micro_batches, saving.may_save, outside.before_wait, read_every, gate
-    )
+    losses = StepLosses(job.collectives, batches.cut.micro_batches, saving.may_save, read_every, gate)
     strategy = _strategy_of(job)(job, state, batches, passes, losses, clock, guard.compares_after)
     held_back = None if gate is None else gate.closed
     update = WeightUpdate(job.experiment, state, batches.steps_per_epoch, strategy.clip_gradients, held_back)
@@ -98,8 +95,10 @@ def build_trainer(job: Job) -> Trainer:
     if job.trial.noted_in is not None:
         observers.append(StepNotes(job, state, job.trial.noted_in))
     # Anybody may freeze parameters before a step; that counts from this step on.
-    observers += [KeptDigests(job, clock, steps, saving), saving, outside, Retraining(strategy)]
-    loop = Loop(strategy, update, steps, StepObservers(observers), partial(end_or_skip, job, batches, saving))
+    observers += [saving, *job.observers, Retraining(strategy)]
+    together = StepObservers(observers)
+    losses.tell_wait = together.before_wait
+    loop = Loop(strategy, update, steps, together, partial(end_or_skip, job, batches, saving))
     return Trainer(job, state, steps, strategy, loop, clock, figures, evaluator, callbacks, guard, witnessed, saving)
 
 

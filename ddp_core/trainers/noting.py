@@ -61,12 +61,11 @@ class StepNotes(StepObserver):
     """
 
     def __init__(self, job: Job, state: TrainState, file: Path) -> None:
-        rank = job.collectives.world.rank
-        self._state, self._is_first = state, rank == 0
+        self._state, self._is_first = state, job.is_first
         self._in_parts, self._in_miniature = job.layout.saves_in_parts, job.trial.in_miniature
-        alone = [name for name, callback in state.named_callbacks() if callback.ranks == "first" and rank > 0]
+        alone = [name for name, callback in state.named_callbacks() if callback.ranks == "first" and not job.is_first]
         self._left_out = tuple(f"callbacks.{name}." for name in alone)
-        self._file = _of_rank(file, rank).open("a", encoding="utf-8")
+        self._file = _of_rank(file, job.collectives.world.rank).open("a", encoding="utf-8")
 
     def after_step(self, batch: StepBatch) -> None:
         has_all = self._is_first or self._state.ownership.has_whole_weights

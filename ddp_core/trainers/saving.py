@@ -13,6 +13,7 @@ from ddp_core.base.torch_internals import writes_to
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
+from ddp_core.trainers.noting import state_digests
 from ddp_core.trainers.steps import Steps
 
 
@@ -158,6 +159,7 @@ class Saving(StepObserver):
                     f"{self.newest}: lower optimizer.lr, or set clip_norm",
                     ExitCode.NUMERICS,
                 )
+            self._note_kept()
             if self._checkpointer is not None:
                 try:
                     self._checkpointer.save(
@@ -178,6 +180,15 @@ class Saving(StepObserver):
                 job.collectives.barrier()
         self.newest_step = state.step
         job.metrics.write("checkpoint", step=state.step, seconds=time.perf_counter() - before)
+
+    def _note_kept(self) -> None:
+        """Note the digests of a checkpoint that is kept for an audit, before it is there."""
+        run, state = self._job.run, self._state
+        if run.kept_every is None or (state.step % run.kept_every and not self._steps.are_done):
+            return
+        whole = state.ownership.whole_on_first(state.state_dict(in_parts=self._job.layout.saves_in_parts))
+        if run.note_kept is not None and whole is not None:
+            run.note_kept(state.step, state_digests(whole))
 
 
 def first_not_finite(trained: Mapping[str, Tensor]) -> str | None:

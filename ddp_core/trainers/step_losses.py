@@ -36,13 +36,12 @@ class StepLosses:
         collectives: Collectives,
         micro_batches: int,
         may_save: Callable[[int], bool],
-        tell_wait: Callable[[], None] = lambda: None,
         read_every: int = 1,
         gate: LossGate | None = None,
     ) -> None:
         self._collectives, self._micro_batches = collectives, micro_batches
         self._may_save, self._read_every, self._gate = may_save, read_every, gate
-        self.tell_wait = tell_wait
+        self.tell_wait: Callable[[], None] = lambda: None
         self._by_micro_batch: dict[int, Tensor] = {}
         self._requests = torch.zeros(_REQUESTS, dtype=torch.float64)
         self._sums: list[dist.Work] = []

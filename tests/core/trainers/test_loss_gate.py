@@ -161,7 +161,9 @@ def test_losses_are_read_rarely_where_the_device_holds_updates_back(
 
 
 @pytest.mark.parametrize(("value", "on_nan"), [(math.inf, "stop"), (math.nan, "skip")])
-def test_weights_that_are_not_finite_are_never_saved(value: float, on_nan: str) -> None:
+def test_weights_that_are_not_finite_are_never_saved(
+    value: float, on_nan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A finite loss may have infinite gradients."""
     with trainer_of(experiment(epochs=2), on_nan=on_nan, checkpoint_every=2) as trainer:
         bias = dict(trainer.model.named_parameters())["2.bias"]
@@ -172,9 +174,12 @@ def test_weights_that_are_not_finite_are_never_saved(value: float, on_nan: str) 
             if trainer.state.step == 3:
                 bias[1] = value
 
+        noted: list[int] = []
+        monkeypatch.setattr(trainer.saving, "_note_kept", lambda: noted.append(trainer.state.step))
         trainer.state.optimizer.register_step_post_hook(spoil)
         with pytest.raises(UserError) as raised:
             trainer.train()
+    assert noted == [2], "no digest vouches for what is not saved"
     assert raised.value.exit_code == ExitCode.NUMERICS
     assert "parameter 2.bias is not finite after step 4, so this step is not saved" in str(raised.value)
     assert "the checkpoint of step 2 is good" in str(raised.value)
