@@ -73,7 +73,7 @@ class Callback:
     """Which ranks call it: rank 0 alone, or each its own."""
 
     def on_step(self, moment: Moment) -> None:
-        """A step is done, before an evaluation or a save that is due after it."""
+        """A step is done; the evaluation and the save that may be due after it come next."""
 
     def on_epoch(self, moment: Moment) -> None:
         """An epoch is done, and evaluated where that is due; a checkpoint is saved next."""

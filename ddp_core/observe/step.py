@@ -34,6 +34,8 @@ class StepBatch:
     """Inputs and targets of each micro-batch, trees of tensors on the device that trains."""
     wait_seconds: float = 0.0
     """How long the loop waited for this batch."""
+    stops: bool = False
+    """Whether the run is to end after this step, on request, to be resumed later; known once losses are read."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class StepObserver:
     """
 
     def begin(self) -> None:
-        """This process begins to train, with ranks that it has not met before; all of them are told."""
+        """This process begins to train in a new group of ranks; each of them is told."""
 
     def before_step(self, batch: StepBatch) -> None:
         """The batch is loaded, and nothing of it has been computed yet."""
@@ -73,10 +75,16 @@ class StepObserver:
     def before_wait(self) -> None:
         """This rank will now wait for other ranks; of several calls in a step, the first one counts."""
 
-    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
-        """The mean gradients are there, with fp16 times their scale, with shards this rank's part; weights change next.
+    def losses_read(self, reports: Sequence[StepReport]) -> None:
+        """These losses are read now, oldest first; next, one that is not finite ends the run, or lets skip its step.
 
-        `reports` are those of the losses that are read now, oldest first.
+        After each step's gradients, where there may be none to read; and once more where a callback has ended the run.
+        """
+
+    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+        """The mean gradients are computed, and the weights change next; `reports` are those of `losses_read`.
+
+        With fp16 the gradients are still multiplied by the scale; with shards this rank has its part of them.
         """
 
     def skipped(self, batch: StepBatch) -> None:
@@ -88,17 +96,11 @@ class StepObserver:
     def step_done(self, batch: StepBatch) -> None:
         """All observers know of the step; ranks may agree here that it is the last one."""
 
-    def epoch_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
-        """The step was the last one of its epoch, or of the run.
-
-        `reports` are of losses that were not read before; there are none, unless a callback has ended the run.
-        """
+    def epoch_done(self, batch: StepBatch) -> None:
+        """The step was the last one of its epoch, or of the run."""
 
     def settle(self, batch: StepBatch) -> None:
         """Weights change no more before the next step: they may be compared, and saved."""
-
-    def before_stop(self) -> None:
-        """The run is to end here, on request, and to be resumed later."""
 
     def end(self) -> None:
         """All steps are done; whoever does not let the result pass raises now."""
@@ -108,7 +110,10 @@ class StepObserver:
 
 
 class StepObservers(StepObserver):
-    """Several observers as one; at each moment those that do something then are called, in the order given."""
+    """Several observers as one; at each moment those that do something then are called, in the order given.
+
+    They are called within `boundary`, which says whose code they are.
+    """
 
     def __init__(
         self, observers: Sequence[StepObserver], boundary: AbstractContextManager[object] | None = None

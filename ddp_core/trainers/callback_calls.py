@@ -47,7 +47,7 @@ class CallbackProgress(NamedTuple):
 
 
 def newest_told(told: Iterable[CallbackProgress | None], step: int) -> CallbackProgress | None:
-    """What was told last, of what ranks of a live recovery know, up to `step`; None where none knows of anything."""
+    """The newest of what the ranks of a live recovery know was `told` up to `step`; None where they know nothing."""
     known = (each for each in told if each is not None and each.step <= step)
     return max(known, key=lambda each: (each.step, len(each.methods)), default=None)
 
@@ -102,7 +102,7 @@ class CallbackCalls(StepObserver):
         if told is not None:
             self._step, self._called, self._asked = told.step, set(told.methods), told.asked
 
-    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+    def losses_read(self, reports: Sequence[StepReport]) -> None:
         self._loss = reports[-1].loss / reports[-1].samples if reports else None
 
     def after_step(self, batch: StepBatch) -> None:
@@ -113,7 +113,7 @@ class CallbackCalls(StepObserver):
         self._call("on_step", batch.epoch, self._loss)
         self._agree_to_end("on_step")
 
-    def epoch_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+    def epoch_done(self, batch: StepBatch) -> None:
         with self._clock.aside():
             is_evaluated = self._steps.state.is_evaluated
             self._call("on_epoch", batch.epoch, self._steps.state.position.last_epoch_loss, is_evaluated)

@@ -87,15 +87,12 @@ class Guard(StepObserver):
 
     def settle(self, batch: StepBatch) -> None:
         step = self._state.step
-        if self.checks and self.compares_after(step):
+        if self.checks and (batch.stops or self.compares_after(step)):
             if self._memory is not None:
                 with self.check("device memory", step):
                     if (warning := self._memory.require_enough(step)) is not None:
                         self._job.console.say(warning)
             self.require_same_state()
-
-    def before_stop(self) -> None:
-        self.require_same_state()
 
     def compares_after(self, steps: int) -> bool:
         """Whether processes compare after so many steps what they have alike.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from ddp_core.base.seeds import EvaluationSeed
 from ddp_core.data.splits import first_items
 from ddp_core.data.trees import Tree
 from ddp_core.observe.metrics import readable
-from ddp_core.observe.step import StepBatch, StepObserver, StepReport
+from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.watching import WrittenParameters
 from ddp_core.trainers.evaluation import evaluate
@@ -30,7 +29,7 @@ class Evaluator(StepObserver):
         self._strategy, self._steps = strategy, steps
         self._job, self._state, self._clock = strategy.job, strategy.state, strategy.clock
 
-    def epoch_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+    def epoch_done(self, batch: StepBatch) -> None:
         with self._clock.aside():
             self._strategy.settle_buffers()
             if (batch.epoch + 1) % self._job.experiment.evaluation.every_epochs == 0 or self._steps.are_done:

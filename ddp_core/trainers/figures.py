@@ -25,7 +25,7 @@ class Figures(StepObserver):
         """The mean loss of the newest step that was read."""
         self._start_record()
 
-    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+    def losses_read(self, reports: Sequence[StepReport]) -> None:
         for report in reports:
             loss = report.loss
             if math.isfinite(loss):
@@ -55,9 +55,8 @@ class Figures(StepObserver):
             epoch, lr = (step - 1) // self._steps.per_epoch, self._state.learning_rate
             self._job.metrics.write("step", step=step, epoch=epoch, loss=self.loss, lr=lr, samples_per_second=None)
 
-    def epoch_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+    def epoch_done(self, batch: StepBatch) -> None:
         """Write a record of the steps that no record covers yet, and keep the epoch's mean loss."""
-        self.gradients_done(batch, reports)
         if self._samples:
             self._write(batch)
         self._state.position.end_epoch()

@@ -58,9 +58,11 @@ class Loop:
                 observers.before_step(batch)
                 self._compute_gradients(batch)
                 leaves, reports = self._losses.receive(batch)
+                batch.stops = leaves and any(self._job.collectives.gather(self._job.stop.requested))
                 strategy.seeds.update(batch.step)
+                are_finite = self._are_finite(reports, batch.step + 1)
                 observers.gradients_done(batch, reports)
-                if self._are_finite(reports, batch.step + 1):
+                if are_finite:
                     self.update.make(batch.step)
                 else:
                     observers.skipped(batch)
@@ -70,8 +72,11 @@ class Loop:
                 self._settle(batch)
                 if self.steps.are_done:
                     break
-                if leaves:
-                    self._leave()
+                if batch.stops:
+                    self._job.stop.saved()
+                    raise Stopped(self._job.stop.reason or ASKED_ELSEWHERE, state.step)
+                if leaves:  # only to let another rank in
+                    raise Regroup
             observers.end()
         observers.ended()
 
@@ -88,26 +93,22 @@ class Loop:
         """Do what follows an update."""
         self.observers.step_done(batch)
         if self.steps.ends_epoch:
-            late = self._losses.read()
-            self._are_finite(late, self._state.step)
-            self.observers.epoch_done(batch, late)
+            self._are_finite(self._losses.read(), self._state.step)
+            self.observers.epoch_done(batch)
         self.observers.settle(batch)
         # On another rank the step stays unsettled: rank 0 may be lost before it has written what follows from it.
         if self._job.is_first:
             self._state.mark()
 
     def _are_finite(self, reports: Sequence[StepReport], done: int) -> bool:
-        """Whether all are, after the gradients of `done` steps. Raises UserError (5) unless such steps are skipped."""
-        bad = next((report for report in reports if not report.is_finite), None)
-        if bad is not None:
-            self._end_or_skip(bad, done)
-        return bad is None
+        """Tell of the losses that are read now, after the gradients of `done` steps; then judge whether all are finite.
 
-    def _leave(self) -> None:
-        """End the run here, once it is saved; raises Regroup where nobody asked for that, but only for room."""
-        stop = self._job.stop
-        if not any(self._job.collectives.gather(stop.requested)):
-            raise Regroup
-        self.observers.before_stop()
-        stop.saved()
-        raise Stopped(stop.reason or ASKED_ELSEWHERE, self._state.step)
+        Raises UserError (5) unless such steps are skipped, also in the place of what an observer has raised at them.
+        """
+        bad = next((report for report in reports if not report.is_finite), None)
+        try:
+            self.observers.losses_read(reports)
+        finally:
+            if bad is not None:
+                self._end_or_skip(bad, done)
+        return bad is None

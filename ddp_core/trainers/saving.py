@@ -46,7 +46,8 @@ class Saving(StepObserver):
         )
 
     def before_step(self, batch: StepBatch) -> None:
-        # A thousand counters take a millisecond, so they are read around saves alone, and once before the first one.
+        # Reading the counters of a thousand parameters takes a millisecond: it is done in the first step, and in those
+        # right before and right after a save.
         step, saves = self._state.step, self._checkpointer is not None
         self._looks = saves and (self._looks is None or self._aside_step == step or self.is_due(step + 1))
         if self._looks:
@@ -127,21 +128,17 @@ class Saving(StepObserver):
             self._checkpointer.wait()
 
     def settle(self, batch: StepBatch) -> None:
-        if self.is_due_now:
+        if self.is_due_now or (batch.stops and self.newest_step < self._state.step):
             self.save()
-
-    def before_stop(self) -> None:
-        if self.newest_step < self._state.step:
-            self.save(wait=True)
-            return
-        self.wait()
-        self._job.collectives.barrier()
+        if batch.stops:
+            self.wait()
+            self._job.collectives.barrier()
 
     def end(self) -> None:
         self.wait()
 
-    def save(self, wait: bool = False) -> None:
-        """Save a checkpoint after the step just done; with `wait`, all ranks return once it is written.
+    def save(self) -> None:
+        """Save a checkpoint after the step just done.
 
         Raises UserError (5), on every rank, where a weight is NaN or infinite: gradients can be so though no loss is.
         Raises UserError (2) for an optimizer whose state no checkpoint can hold.
@@ -174,10 +171,7 @@ class Saving(StepObserver):
                 except (TypeError, ValueError):
                     state.require_saveable()
                     raise
-                self._aside_step = state.step if self._checkpointer.asynchronous and not wait else None
-            if wait:
-                self.wait()
-                job.collectives.barrier()
+                self._aside_step = state.step if self._checkpointer.asynchronous else None
         self.newest_step = state.step
         job.metrics.write("checkpoint", step=state.step, seconds=time.perf_counter() - before)
 

@@ -396,6 +396,23 @@ def test_observers_hear_of_a_skipped_step() -> None:
     assert [report.is_finite for report in recorder.reports] == [True, True, False, True]
 
 
+class RaisesAtBadLosses(StepObserver):
+    def losses_read(self, reports: Sequence[StepReport]) -> None:
+        if not all(report.is_finite for report in reports):
+            raise RuntimeError("the observer's own words")
+
+
+def test_a_bad_loss_is_what_ends_the_run_where_an_observer_raises_at_it() -> None:
+    data = samples(64)
+    data.inputs[GlobalOrder(64, 0).ids(0, 32, 48)[13]] = math.nan
+    with (
+        trainer_of(experiment(), train=data, observers=(RaisesAtBadLosses(),)) as trainer,
+        pytest.raises(UserError, match="loss is nan at step 3 on rank 0") as raised,
+    ):
+        trainer.train()
+    assert "the observer's own words" in str(raised.value.__context__)
+
+
 @pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
 @pytest.mark.parametrize("reduction", ["plain", "exact"])
 def test_a_skipped_step_changes_neither_weights_nor_buffers(layout: Layout, reduction: str) -> None:
