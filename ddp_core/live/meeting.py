@@ -61,8 +61,6 @@ class LiveRendezvous(RendezvousHandler):
         self._name = ""
         self.node = -1
         """This node's number."""
-        self.is_late = False
-        """Whether this node came when the others were training."""
         self.first: tuple[int, ...] = ()
         """The nodes that began with this list; of a late node, one that trains already."""
 
@@ -106,7 +104,7 @@ class LiveRendezvous(RendezvousHandler):
             now = members.now()
             first = tuple(sorted(set(map(node_of, now.members))))
             if now.number == 0 and node in first:
-                self._name, self.node, self.first, self.is_late = name, node, first, False
+                self._name, self.node, self.first = name, node, first
                 return True
             # It was slow, and may have been taken for lost under that number: it takes another one.
         return self._joins(name, members)
@@ -117,7 +115,7 @@ class LiveRendezvous(RendezvousHandler):
             self._require_open()
             if notes.alive and len(notes.nodes) < self.meeting.max_nodes:
                 self._name, self.node = name, self._number(name, members)
-                self.first, self.is_late = (min(map(node_of, notes.alive)),), True
+                self.first = (min(map(node_of, notes.alive)),)
                 return True
             time.sleep(_FULL_SECONDS)
         return False
@@ -185,11 +183,8 @@ class LiveRendezvous(RendezvousHandler):
         return members
 
     def _require_open(self) -> None:
-        if self._is_closed():
+        if self.is_closed():
             raise RendezvousClosedError
-
-    def _is_closed(self) -> bool:
-        return bool(self._lists.check([_CLOSED]))
 
     def get_backend(self) -> str:
         """See torch."""
@@ -201,7 +196,7 @@ class LiveRendezvous(RendezvousHandler):
 
     def is_closed(self) -> bool:
         """See torch."""
-        return self._is_closed()
+        return bool(self._lists.check([_CLOSED]))
 
     def set_closed(self) -> None:
         """See torch."""

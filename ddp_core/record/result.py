@@ -70,7 +70,7 @@ def result_of(trainer: Trainer, weights: Mapping[str, Any], metrics: Path, secon
 
     `weights` is the model's state dict, `seconds` how long the run took.
     """
-    state, parameters = trainer.state, dict(trainer.model.named_parameters())
+    state, parameters = trainer.state, dict(trainer.state.model.named_parameters())
     count = sum(parameter.numel() for parameter in parameters.values())
     told = (record.get("data_wait") for record in each_record(metrics, "step"))
     waits = array("d", (wait for wait in told if wait is not None))

@@ -51,11 +51,6 @@ class Trainer:
     witnessed: Witnessed
     saving: Saving
 
-    @property
-    def model(self) -> nn.Module:
-        """The model itself, without what wraps it."""
-        return self.state.model
-
     def train(self) -> None:
         """Train from `state.step` to the end; see `Loop.fit`."""
         self.loop.fit()

@@ -80,7 +80,7 @@ def trained(file: Path, settings: Sequence[str], data: Path = Path("data")) -> s
     trainer = build_trainer(job)
     try:
         trainer.train()
-        return weights_digest(trainer.model.state_dict())
+        return weights_digest(trainer.state.model.state_dict())
     finally:
         trainer.close()
 

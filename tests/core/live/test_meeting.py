@@ -46,7 +46,7 @@ def members_of(each: LiveRendezvous, store: dist.TCPStore) -> Members:
 def test_nodes_meet_at_one_list(store: dist.TCPStore) -> None:
     places = met(*(place(store, 3, 3) for _ in range(3)))
     assert sorted(each.node for each in places) == [0, 1, 2]
-    assert {(each.first, each.is_late) for each in places} == {((0, 1, 2), False)}
+    assert {each.first for each in places} == {(0, 1, 2)}
     assert len({each.members_at for each in places}) == 1
     expected = ("0.0@0", "1.0@0", "0.0@1", "1.0@1", "0.0@2", "1.0@2")
     assert members_of(places[0], store).now() == Membership(0, expected)
@@ -72,7 +72,6 @@ def test_a_node_that_is_slow_when_all_have_come_is_still_one_of_them(
     slow, other = met(place(store, 2, 2, kind=Slow), place(store, 2, 2))
     assert isinstance(slow, Slow)
     assert slow.turns <= 4, "it has read of the beginning once it went on"
-    assert {slow.is_late, other.is_late} == {False}
     assert slow.first == other.first == (0, 1)
 
 
@@ -80,9 +79,9 @@ def test_who_is_too_slow_for_the_first_ones_joins_them(store: dist.TCPStore, mon
     monkeypatch.setattr(live_meeting, "_LAST_CALL_SECONDS", 0.3)
     first, late = place(store, 1, 2), place(store, 1, 2)
     met(first)
-    assert (first.node, first.is_late, first.first) == (0, False, (0,))
+    assert (first.node, first.first) == (0, (0,))
     late.next_rendezvous()
-    assert (late.node, late.is_late, late.first, late.members_at) == (1, True, (0,), first.members_at)
+    assert (late.node, late.first, late.members_at) == (1, (0,), first.members_at)
 
 
 def test_a_node_that_has_come_and_gone_is_not_waited_for(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +106,7 @@ def test_a_node_waits_until_there_is_room(store: dist.TCPStore) -> None:
         members.note("over", "broken")
         comes.result(HANG)
     assert late.members_at != first.members_at, "a list that counts no more takes nobody in"
-    assert not late.is_late
+    assert late.node in late.first
 
 
 def test_a_launch_that_has_ended_takes_nobody_in(store: dist.TCPStore) -> None:
@@ -135,7 +134,7 @@ def test_a_list_is_written_into_an_empty_store(store: dist.TCPStore, monkeypatch
     members.give_numbers_again()
     late = place(empty, 1, 2)
     late.next_rendezvous()
-    assert (late.node, late.is_late, late.first) == (2, True, (0,))
+    assert (late.node, late.first) == (2, (0,))
 
 
 def test_where_others_have_begun_in_the_new_store_they_count(

@@ -192,7 +192,7 @@ def test_the_end_is_kept_told_and_dated(directory: RunDirectory, capsys: pytest.
     average = trainer.state.average
     assert average is not None
     assert directory.read()["attempts"][-1]["started_at"] == "1970-01-01T00:00:00Z"
-    for name, module in (("model", trainer.model), ("model_ema", average.module)):
+    for name, module in (("model", trainer.state.model), ("model_ema", average.module)):
         assert weights_digest(load_file(directory.path / f"{name}.safetensors")) == weights_digest(module.state_dict())
     told = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in told[-2:]] == ["done:", "weights"]

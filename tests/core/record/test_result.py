@@ -96,6 +96,6 @@ class OfComplexNumbers(nn.Module):
 
 def test_few_parameters_are_recorded_with_their_values_complex_ones_with_both_parts(tmp_path: Path) -> None:
     trainer = finished(experiment(max_steps=1), OfComplexNumbers)
-    weights = trainer.model.state_dict()
+    weights = trainer.state.model.state_dict()
     values = result_of(trainer, weights, tmp_path / "metrics.jsonl", 1.0)["values"]["weight"]
     assert values == torch.view_as_real(weights["weight"]).flatten().tolist()

@@ -51,7 +51,7 @@ def test_callbacks_are_told_of_every_step_epoch_and_the_end() -> None:
     assert len(losses) == len(told)
     assert losses[4] == pytest.approx(sum(losses[:4]) / 4)
     assert [moment.learning_rate for moment in told[:2]] == [0.1, pytest.approx(0.1 * 0.9619, rel=1e-3)]
-    assert told[0].model is trainer.model
+    assert told[0].model is trainer.state.model
     assert isinstance(told[0].averaged_model, nn.Module)
     assert (told[0].rank, told[0].is_first, told[0].directory) == (0, True, Path("run"))
 

@@ -60,7 +60,7 @@ class StandIn:
 def graphed(build: Callable[[], nn.Module], steps: int = 5, **fields: Any) -> tuple[tuple[str, str], StandIn]:
     """The digests of a training whose passes are recorded, and its recorder."""
     with trainer_of(experiment(**fields), build, train=samples(16 * steps - 2), guard="off") as trainer:
-        recorder = StandIn(trainer.model)
+        recorder = StandIn(trainer.state.model)
         trainer.strategy.passes = GraphedPasses(trainer.job.experiment, cross_entropy, CPU, recorder)
         trainer.train()
         return digests(trainer), recorder

@@ -166,8 +166,8 @@ def test_weights_that_are_not_finite_are_never_saved(
 ) -> None:
     """A finite loss may have infinite gradients."""
     with trainer_of(experiment(epochs=2), on_nan=on_nan, checkpoint_every=2) as trainer:
-        bias = dict(trainer.model.named_parameters())["2.bias"]
-        trainer.model.register_buffer("mask", torch.full((2,), -math.inf))
+        bias = dict(trainer.state.model.named_parameters())["2.bias"]
+        trainer.state.model.register_buffer("mask", torch.full((2,), -math.inf))
 
         @torch.no_grad()
         def spoil(*_: Any) -> None:

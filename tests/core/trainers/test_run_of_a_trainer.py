@@ -109,7 +109,7 @@ def test_an_epoch_ends_with_an_evaluation_and_a_mean_over_its_samples() -> None:
     assert trainer.state.position.best >= trainer.state.position.evaluation["test_accuracy"] > 0
     frozen = finished(experiment(epochs=1, optimizer={"lr": 1e-30}), train=samples(64))
     data = samples(64)
-    expected = functional.cross_entropy(frozen.model(data.inputs), data.targets).item()
+    expected = functional.cross_entropy(frozen.state.model(data.inputs), data.targets).item()
     assert frozen.state.position.last_epoch_loss == pytest.approx(expected, rel=1e-5)
 
 
@@ -366,7 +366,7 @@ class Recorder(StepObserver):
     def _note(self, moment: str, step: int) -> None:
         assert self.trainer is not None
         self.seen.append((moment, step))
-        self.weights.append(weights_digest(self.trainer.model.state_dict()))
+        self.weights.append(weights_digest(self.trainer.state.model.state_dict()))
 
 
 MOMENTS = ["before_step", "before_wait", "gradients_done", "after_step"]
@@ -424,7 +424,7 @@ def test_a_skipped_step_changes_neither_weights_nor_buffers(layout: Layout, redu
         recorder.trainer.train()
     before, after = (recorder.weights[recorder.seen.index((moment, 2))] for moment in ("before_step", "after_step"))
     assert after == before
-    assert all(value.isfinite().all() for value in recorder.trainer.model.state_dict().values())
+    assert all(value.isfinite().all() for value in recorder.trainer.state.model.state_dict().values())
 
 
 def test_a_job_stays_as_it_was_given() -> None:
@@ -455,7 +455,7 @@ class WeightsAfterSteps(StepObserver):
 
     def after_step(self, batch: StepBatch) -> None:
         assert self.trainer is not None
-        self.digests[batch.step + 1] = weights_digest(self.trainer.model.state_dict())
+        self.digests[batch.step + 1] = weights_digest(self.trainer.state.model.state_dict())
 
 
 @pytest.mark.parametrize("first", [0, 4])

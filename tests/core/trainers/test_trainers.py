@@ -120,7 +120,7 @@ def finished(
 
 
 def digests(trainer: Trainer) -> tuple[str, str]:
-    return weights_digest(trainer.model.state_dict()), optimizer_digest(trainer.state.optimizer.state_dict())
+    return weights_digest(trainer.state.model.state_dict()), optimizer_digest(trainer.state.optimizer.state_dict())
 
 
 def textbook(record: Experiment, data: InMemory, build: Callable[[], nn.Module] = mlp) -> nn.Module:
@@ -170,7 +170,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 def test_training_is_the_textbooks(recipe: str, micro_batch: int | None, reduction: str) -> None:
     fields: dict[str, Any] = {"global_batch_size": 24 if micro_batch == 3 else 16, "epochs": 3, **RECIPES[recipe]}
     record = experiment(micro_batch=micro_batch, reduction=reduction, **fields)
-    assert_close(finished(record).model, textbook(record, samples(64)))
+    assert_close(finished(record).state.model, textbook(record, samples(64)))
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -220,7 +220,7 @@ def test_replicas_in_threads_draw_the_same_again_where_backward_computes_again(d
 def test_threads_in_plain_reduction_agree_up_to_rounding(count: int) -> None:
     record = experiment(epochs=2)
     together = finished(record, layout=Layout(kind="dp", nproc_per_node=count))
-    assert_close(together.model, finished(record).model)
+    assert_close(together.state.model, finished(record).state.model)
 
 
 def test_keys_by_replica_would_give_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_keys_by_replica_would_give_other_bits(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
 def test_batch_norm_has_its_momentum_back_afterwards(layout: Layout) -> None:
     trainer = finished(experiment(reduction="exact"), batch_norm_and_dropout, layout)
-    (norm,) = [module for module in trainer.model.modules() if isinstance(module, nn.BatchNorm1d)]
+    (norm,) = [module for module in trainer.state.model.modules() if isinstance(module, nn.BatchNorm1d)]
     assert norm.momentum == 0.1
     assert norm.num_batches_tracked == trainer.steps.total
 
@@ -265,9 +265,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_step(layout: Layout, 
         assert ("replica 1" if layout.kind == "dp" else "rank 0") in message
         assert all(str(number) in message for number in ids[12:16])
         assert trainer.state.step == 2
-        weights = weights_digest(trainer.model.state_dict())
+        weights = weights_digest(trainer.state.model.state_dict())
     good = finished(experiment(reduction=reduction, max_steps=2), layout=layout)
-    assert weights == weights_digest(good.model.state_dict())
+    assert weights == weights_digest(good.state.model.state_dict())
 
 
 def test_a_bad_step_can_be_skipped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,7 +275,7 @@ def test_a_bad_step_can_be_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     data.inputs[GlobalOrder(64, 0).ids(0, 32, 48)[13]] = math.inf
     trainer = finished(experiment(epochs=1), train=data, on_nan="skip")
     assert trainer.state.step == 4
-    assert all(torch.isfinite(value).all() for value in trainer.model.state_dict().values())
+    assert all(torch.isfinite(value).all() for value in trainer.state.model.state_dict().values())
     assert "step skipped" in capsys.readouterr().out
     assert trainer.state.position.last_epoch_loss is not None
     assert math.isfinite(trainer.state.position.last_epoch_loss)
@@ -290,10 +290,10 @@ def test_mixed_precision_learns_and_has_one_digest(precision: str, layout: Layou
     assert digests(trainer) == digests(alone)
     full = finished(experiment(**fields))
     assert digests(full) != digests(alone), "autocast was not on"
-    assert_close(alone.model, full.model, tolerance=0.05)
+    assert_close(alone.state.model, full.state.model, tolerance=0.05)
     scaler = trainer.state.scaler
     assert (scaler is not None) == (precision == "fp16")
-    assert all(value.dtype == torch.float32 for value in trainer.model.state_dict().values())
+    assert all(value.dtype == torch.float32 for value in trainer.state.model.state_dict().values())
 
 
 def test_a_thread_of_nn_data_parallel_keeps_the_precision() -> None:
@@ -324,7 +324,7 @@ def test_the_scaler_backs_off_when_a_gradient_overflows(layout: Layout) -> None:
         before = trainer.state.scaler.get_scale()
         trainer.train()
         assert trainer.state.scaler.get_scale() < before
-        assert all(torch.isfinite(value).all() for value in trainer.model.state_dict().values())
+        assert all(torch.isfinite(value).all() for value in trainer.state.model.state_dict().values())
 
 
 def test_a_run_that_is_only_tried_makes_the_first_steps_of_the_whole_one() -> None:
@@ -338,10 +338,10 @@ def test_a_run_that_is_only_tried_makes_the_first_steps_of_the_whole_one() -> No
                 whole.append(weights_digest(moment.model.state_dict()))
 
     finished(record, callbacks=[AtStepTwo()])
-    assert [weights_digest(tried.model.state_dict())] == whole
+    assert [weights_digest(tried.state.model.state_dict())] == whole
     first = samples(5, 1).__getitems__([0, 1])
     assert tried.state.position.evaluation["test_loss"] == pytest.approx(
-        functional.cross_entropy(tried.model(first[0]), first[1]).item()
+        functional.cross_entropy(tried.state.model(first[0]), first[1]).item()
     )
 
 
@@ -363,7 +363,7 @@ def test_a_step_that_another_rank_ends_has_changed_no_batch_statistics(
 
         def note(_: Any) -> None:
             if trainer.state.step == 3:
-                before.update({name: value.clone() for name, value in trainer.model.state_dict().items()})
+                before.update({name: value.clone() for name, value in trainer.state.model.state_dict().items()})
 
         monkeypatch.setattr(trainer.loop.observers, "settle", note)
         monkeypatch.setattr(owner, moment, lost)

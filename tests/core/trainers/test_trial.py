@@ -52,13 +52,13 @@ def checked(loss: Callable[..., Any], capsys: pytest.CaptureFixture[str], **fiel
     with trainer_of(experiment(loss="mine", **fields), Noisy) as trainer:
         trainer = with_loss(trainer, loss)
         trainer.strategy.passes._loss = loss
-        before = traces(trainer.model)
+        before = traces(trainer.state.model)
         try:
             check_loss(trainer)
         except UserError as error:
             errors.append(error)
-        assert traces(trainer.model) == before
-        assert all(module.training for module in trainer.model.modules())
+        assert traces(trainer.state.model) == before
+        assert all(module.training for module in trainer.state.model.modules())
     assert [error.exit_code for error in errors] == [ExitCode.BAD_INPUT] * len(errors)
     return "".join(map(str, errors)) + capsys.readouterr().out
 
