@@ -53,10 +53,7 @@ class Collectives:
 
     @property
     def is_left_behind(self) -> bool:
-        """Whether the others go on in another group, as one of them was lost; asked while this rank waits for others.
-
-        Never here.
-        """
+        """Whether the others go on in another group, as one of them was lost; asked while this rank waits for them."""
         return False
 
     @property

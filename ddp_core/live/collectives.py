@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ddp_core.base.parting import let_go
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
+from ddp_core.live.member import Member
 from ddp_core.live.members import store_at
 
 _STUCK_SECONDS = 300.0
@@ -43,30 +44,24 @@ SPARING: Mapping[str, str] = {
 class LiveCollectives(Collectives):
     """What ranks send each other beside gradients, in one of the groups of a launch.
 
-    `is_left_behind` and `makes_room` answer the questions of these names.
+    `member`: this process's place among the members, which tells whether it is left behind, and is to make room.
     """
 
     runs_ahead = False  # `await_step` waits for each step
     takes_back = True
     waits_to_part = False  # the others wait for this rank
 
-    def __init__(
-        self,
-        world: World,
-        device: torch.device,
-        is_left_behind: Callable[[], bool],
-        makes_room: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, world: World, device: torch.device, member: Member) -> None:
         super().__init__(world, device)
-        self._is_left_behind, self._makes_room = is_left_behind, makes_room
+        self._member = member
 
     @property
     def is_left_behind(self) -> bool:
-        return self._is_left_behind()
+        return self._member.is_left_behind
 
     @property
     def makes_room(self) -> bool:
-        return self._makes_room()
+        return self._member.makes_room
 
     def to_successors(self, value: Callable[[], Any]) -> Any:
         return self.broadcast(value())

@@ -45,9 +45,7 @@ class LiveRecovery(Recovery):
         super().__init__(request, world)
         self._member = Member(world, request.options.timeout)
         self.stop_file = None if world.report_dir is None else stop_file(world.report_dir)
-        self.collectives = lambda place, device: LiveCollectives(
-            place, device, lambda: self._member.is_left_behind, lambda: self._member.makes_room
-        )
+        self.collectives = lambda place, device: LiveCollectives(place, device, self._member)
         self._held: HeldState | None = None
         self._callbacks: Sequence[Callback] | None = None
         self._trained_with: tuple[str, ...] = ()

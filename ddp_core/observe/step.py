@@ -76,10 +76,7 @@ class StepObserver:
         """This rank will now wait for other ranks; of several calls in a step, the first one counts."""
 
     def losses_read(self, reports: Sequence[StepReport]) -> None:
-        """These losses are read now, oldest first; next, one that is not finite ends the run, or lets skip its step.
-
-        After each step's gradients, where there may be none to read; and once more where a callback has ended the run.
-        """
+        """Losses are read, oldest first, or none. Next, one that is not finite ends the run, or its step is skipped."""
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
         """The mean gradients are computed, and the weights change next; `reports` are those of `losses_read`.
@@ -110,21 +107,16 @@ class StepObserver:
 
 
 class StepObservers(StepObserver):
-    """Several observers as one; at each moment those that do something then are called, in the order given.
+    """Several observers as one, called in the order given; `boundary`, around each call, says whose code they are."""
 
-    They are called within `boundary`, which says whose code they are.
-    """
-
-    def __init__(
-        self, observers: Sequence[StepObserver], boundary: AbstractContextManager[object] | None = None
-    ) -> None:
+    def __init__(self, observers: Sequence[StepObserver], boundary: AbstractContextManager[Any] | None = None) -> None:
         for moment in (name for name in vars(StepObserver) if not name.startswith("_")):
             # Most observers do something at one or two moments.
             if acts := [getattr(each, moment) for each in observers if overrides(each, StepObserver, moment)]:
                 setattr(self, moment, partial(_call_all, acts, boundary or nullcontext()))
 
 
-def _call_all(acts: Sequence[Callable[..., None]], boundary: AbstractContextManager[object], *words: Any) -> None:
+def _call_all(acts: Sequence[Callable[..., None]], boundary: AbstractContextManager[Any], *words: Any) -> None:
     with boundary:
         for act in acts:
             act(*words)

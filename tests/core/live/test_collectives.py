@@ -24,8 +24,12 @@ CPU = torch.device("cpu")
 WORLD = World(1, 2, member="1.0@0", members_at="here:1/list")
 
 
+def a_member(is_left_behind: bool = False, makes_room: bool = False) -> Any:
+    return SimpleNamespace(is_left_behind=is_left_behind, makes_room=makes_room)
+
+
 def collectives(is_left_behind: bool = False) -> LiveCollectives:
-    return LiveCollectives(WORLD, torch.device("cuda"), lambda: is_left_behind)
+    return LiveCollectives(WORLD, torch.device("cuda"), a_member(is_left_behind))
 
 
 @pytest.mark.usefixtures("done")
@@ -38,9 +42,14 @@ def test_a_wait_for_the_device_ends_when_the_others_have_gone_on(monkeypatch: py
 
 def test_ranks_that_meet_do_not_wait_for_one_without_which_the_others_go_on() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    started, left_behind = time.monotonic(), iter([False, False, True])
+
+    class Member:
+        answers = iter([False, False, True])
+        is_left_behind = property(lambda self: next(self.answers))
+
+    started = time.monotonic()
     with pytest.raises(dist.DistStoreError):
-        process_group._await(store, ["present/1"], 60, LiveCollectives(WORLD, CPU, lambda: next(left_behind)))
+        process_group._await(store, ["present/1"], 60, LiveCollectives(WORLD, CPU, cast(Any, Member())))
     assert time.monotonic() - started < 30
 
 
@@ -65,7 +74,7 @@ def test_a_live_recovery_lets_no_thread_of_torchs_end_the_process(
     monkeypatch.setattr(process_group, "agreed_backend", lambda *_: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(dist, "init_process_group", lambda **_: found.append(dict(os.environ)))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    kind = (lambda world, device: LiveCollectives(world, device, lambda: False)) if is_live else Collectives
+    kind = (lambda world, device: LiveCollectives(world, device, a_member())) if is_live else Collectives
     with process_group.process_group(WORLD, torch.device("cuda", 0), timeout=5, kind=kind):
         pass
     expected = SPARING if is_live else dict.fromkeys(SPARING, "3")

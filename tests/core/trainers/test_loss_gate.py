@@ -23,6 +23,7 @@ from ddp_core.trainers import Trainer
 from ddp_core.trainers.saving import first_not_finite
 from ddp_core.trainers.step_losses import LossGate, steps_between_reading
 from ddp_core.trainers.train_state import TrainState
+from tests.core.live.test_collectives import a_member
 from tests.core.trainers.test_trainers import digests, experiment, finished, samples, trainer_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -157,7 +158,7 @@ def test_losses_are_read_rarely_where_the_device_holds_updates_back(
     state.average = WeightAverage(model, 0.9)
     state.schedule = torch.optim.lr_scheduler.ConstantLR(state.optimizer)
     assert steps_between_reading(asked, state, Collectives(World(), device)) == steps
-    assert steps_between_reading(asked, state, LiveCollectives(World(), device, lambda: False)) == 1
+    assert steps_between_reading(asked, state, LiveCollectives(World(), device, a_member())) == 1
 
 
 @pytest.mark.parametrize(("value", "on_nan"), [(math.inf, "stop"), (math.nan, "skip")])

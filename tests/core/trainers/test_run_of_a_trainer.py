@@ -36,6 +36,7 @@ from ddp_core.sampler import GlobalOrder
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.train_state import Position, TrainState
+from tests.core.live.test_collectives import a_member
 from tests.core.trainers.test_trainers import (
     CPU,
     RECIPES,
@@ -151,7 +152,7 @@ class MakesRoom(LiveCollectives):
     """A rank that is to make room after its first step, and another one, which may have been asked to stop."""
 
     def __init__(self, is_other_asked: bool) -> None:
-        super().__init__(World(), CPU, lambda: False, lambda: True)
+        super().__init__(World(), CPU, a_member(makes_room=True))
         self.is_other_asked = is_other_asked
 
     def gather(self, value: Any) -> list[Any]:

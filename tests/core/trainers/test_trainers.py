@@ -36,6 +36,7 @@ from ddp_core.observe.step import StepObserver
 from ddp_core.sampler import GlobalOrder
 from ddp_core.trainers import Job, RunAccess, Trainer, Trial, build_trainer, data_parallel
 from ddp_core.trainers.passes import InPrecision, Passes
+from tests.core.live.test_collectives import a_member
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 12, 5
@@ -351,7 +352,7 @@ def test_a_step_that_another_rank_ends_has_changed_no_batch_statistics(
 ) -> None:
     """The losses come after the gradients: a rank may be lost between them, when the statistics are in the model."""
     record = experiment(reduction="exact", epochs=2)
-    live = LiveCollectives(World(), CPU, lambda: False)
+    live = LiveCollectives(World(), CPU, a_member())
     with trainer_of(record, batch_norm_and_dropout, collectives=live) as trainer:
         owner = trainer.strategy.losses if moment == "receive" else trainer.loop.update
         usual, before = getattr(owner, moment), dict[str, Tensor]()
