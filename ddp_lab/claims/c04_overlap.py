@@ -204,8 +204,8 @@ def judge(measurements: Measurements) -> Judgement:
             each = [milliseconds(judged["seconds"][way], steps) for way in NAMES]
             axis, name = Axis("communication", "", list(NAMES.values())), f"{measurements['ranks']} ranks"
             series.append(Series("Step time by when gradients travel", axis, Axis("step", "ms"), [line(name, each)]))
-    totals = {name: sum(rank[name] for rank in measurements["changes"]) for name in (LOOKS, CHANGED, STEPPED, "steps")}
-    looks, during, after, made = totals.values()
+    names = (LOOKS, CHANGED, STEPPED, "steps")
+    looks, during, after, made = (sum(rank[name] for rank in measurements["changes"]) for name in names)
     name = "looks during backward that found a parameter changed"
     figures.append(Figure(name, during, part=UPDATED, bounds=(0, looks)))
     figures.append(Figure("optimizer steps that changed parameters", after, part=UPDATED, bounds=(0, made)))

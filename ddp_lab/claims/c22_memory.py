@@ -87,6 +87,10 @@ FIT, NO_HELP, CUT = (
     "data parallelism is no help for a model that does not fit",
     "model parallelism trains a model that does not fit",
 )
+FITS, UNLIMITED, ALONE = "fits, DDP", "too many, no limit", "too many, one process"
+REPLICAS, HALVES = "too many, DDP", "too many, halves"
+LIMITED = {FITS: FIT, UNLIMITED: CUT, ALONE: NO_HELP, REPLICAS: NO_HELP, HALVES: CUT}
+"""The part that each way to train within the limit is a figure of."""
 
 
 def measure(setting: Setting) -> Measurements:
@@ -108,11 +112,11 @@ def _limited(setting: Setting) -> dict[str, Any]:
     if train_within("probe", 1, 2 * load.limit_mib, load.limit_mib, *sizes)["trained"]:
         return {}
     return {
-        "fits, DDP": train_within("whole", 2, fits, load.limit_mib, *sizes),
-        "too many, no limit": train_within("whole", 1, too_many, None, *sizes),
-        "too many, one process": train_within("whole", 1, too_many, load.limit_mib, *sizes),
-        "too many, DDP": train_within("whole", 2, too_many, load.limit_mib, *sizes),
-        "too many, halves": train_within("halves", 2, too_many, load.limit_mib, *sizes),
+        FITS: train_within("whole", 2, fits, load.limit_mib, *sizes),
+        UNLIMITED: train_within("whole", 1, too_many, None, *sizes),
+        ALONE: train_within("whole", 1, too_many, load.limit_mib, *sizes),
+        REPLICAS: train_within("whole", 2, too_many, load.limit_mib, *sizes),
+        HALVES: train_within("halves", 2, too_many, load.limit_mib, *sizes),
     }
 
 
@@ -172,12 +176,12 @@ def _judge_estimates(measurements: Measurements) -> tuple[Part, list[Figure], li
     if not cases:
         return Part(name, "not measurable here", "needs a system that tells a process's peak memory"), [], []
     figures, errors = [], {case["name"]: case["estimate"] / case["peak"] - 1 for case in cases}
-    mebibytes = {key: [case[key] / 2**20 for case in cases] for key in ("estimate", "peak")}
-    for case, estimate, peak in zip(errors, *mebibytes.values(), strict=True):
+    estimates, peaks = ([case[key] / 2**20 for case in cases] for key in ("estimate", "peak"))
+    for case, estimate, peak in zip(errors, estimates, peaks, strict=True):
         figures.append(Figure(f"{case}: estimate", estimate, "MiB", part=name))
         figures.append(Figure(f"{case}: measured peak", peak, "MiB", part=name))
         figures.append(Figure(f"{case}: error", 100 * errors[case], "%", part=name, bounds=(-100, 100)))
-    lines = [Line("estimated", mebibytes["estimate"]), Line("measured", mebibytes["peak"])]
+    lines = [Line("estimated", estimates), Line("measured", peaks)]
     title = f"Memory, estimated and measured ({measurements['device']})"
     worst = max(errors, key=lambda case: abs(errors[case]))
     text = f"the worst of {len(cases)} estimates is {100 * errors[worst]:+.1f} % off ({worst})"
@@ -190,11 +194,12 @@ def _judge_limited(measurements: Measurements) -> tuple[list[Part], list[Figure]
     if not found:
         needs = "needs a system that limits a process's memory (Linux, RLIMIT_DATA)"
         return [Part(name, "not measurable here", needs) for name in (FIT, NO_HELP, CUT)], []
-    figures = [
-        Figure(way, "trained" if each["trained"] else "out of memory" if each["out_of_memory"] else "failed", part=part)
-        for way, each, part in zip(found, found.values(), (FIT, CUT, NO_HELP, NO_HELP, CUT), strict=True)
-    ]
-    fits, free, one, ddp, halves = found.values()
+    figures = []
+    for way, part in LIMITED.items():
+        each = found[way]
+        ended = "trained" if each["trained"] else "out of memory" if each["out_of_memory"] else "failed"
+        figures.append(Figure(way, ended, part=part))
+    free, one, ddp, halves = (found[way] for way in (UNLIMITED, ALONE, REPLICAS, HALVES))
     if ddp["trained"]:
         no_help = Part(NO_HELP, "refuted", f"two replicas trained it within {limit}")
     elif one["out_of_memory"] and ddp["out_of_memory"]:
@@ -213,7 +218,7 @@ def _judge_limited(measurements: Measurements) -> tuple[list[Part], list[Figure]
     else:
         cut = _trained(CUT, halves, f"{limit}, losses {apart:.1g} from those without a limit")
     figures.append(Figure("largest relative difference of the halves' losses", apart, part=CUT, bounds=(0, 1)))
-    return [_trained(FIT, fits, limit), no_help, cut], figures
+    return [_trained(FIT, found[FITS], limit), no_help, cut], figures
 
 
 def _trained(name: str, found: dict[str, Any], where: str) -> Part:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_core.base.errors import UserError
+from ddp_core.base.errors import UserError, first_line
 from ddp_lab.claims.measuring.ranks import run_ranks
 
 M_MMAP_THRESHOLD = -3
@@ -61,8 +61,7 @@ def _train(
         with _limit(budget):
             losses = ways[way](rank, world_size, layers, width, steps, rate)
     except (RuntimeError, MemoryError) as error:
-        first = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return {"trained": False, "losses": [], "said": first}
+        return {"trained": False, "losses": [], "said": f"{type(error).__name__}: {first_line(error)}"}
     return {"trained": True, "losses": losses, "said": ""}
 
 

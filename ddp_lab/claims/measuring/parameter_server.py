@@ -64,17 +64,16 @@ def _serve(model: nn.Module, world_size: int, work: Work) -> dict[str, Any]:
     size = len(weights)
     losses: list[float] = []
     staleness: list[float] = []
-    clocks: dict[int, tuple[float, float, float]] = {}
+    clocks: dict[int, list[float]] = {}
     began = time.perf_counter()
     message = torch.zeros(size + _FACTS)
     while len(losses) < work.gradients:
         group = []
         for turn in range(1 if work.asynchronous else workers):
             sender = dist.recv(message, src=None if work.asynchronous else turn + 1)
-            loss, taken_at, *clock = message[size:].tolist()
+            loss, taken_at, *clocks[sender] = message[size:].tolist()
             losses.append(bounded(loss))
             staleness.append(version - taken_at)
-            clocks[sender] = (clock[0], clock[1], clock[2])
             group.append((sender, message[:size].clone()))
         mean = torch.stack([gradient for _, gradient in group]).mean(0)
         weights = weights - work.rate / (workers if work.asynchronous else 1) * mean
@@ -87,6 +86,8 @@ def _serve(model: nn.Module, world_size: int, work: Work) -> dict[str, Any]:
     for sender in range(1, world_size):
         if sender not in answered:
             dist.recv(message, src=sender)
+            # Where few gradients are asked for, the others may have sent all of them.
+            clocks.setdefault(sender, message[size + 2 :].tolist())
     for number in range(1, world_size):
         dist.send(torch.cat([weights, torch.tensor([-1.0])]), number)
     fast = [clocks[number] for number in range(1, workers)]

@@ -89,6 +89,13 @@ def test_c17s_one_process_trains_what_the_synchronous_server_does() -> None:
     assert served["staleness"] == 0
 
 
+def test_c17s_server_ends_where_a_worker_had_no_turn() -> None:
+    work = Work(asynchronous=True, seed=0, gradients=1, slow_seconds=0.0, batch=8, rate=0.05, width=2)
+    (served,) = run_ranks(serve_and_work, 4, [work], timeout=HANG)[0]
+    assert len(served["losses"]) == 1
+    assert served["wait_seconds"] == 0
+
+
 @pytest.mark.slow
 def test_c18s_ranks_end_well_where_none_is_killed() -> None:
     assert train_and_kill(6, 9, HANG) == {"exit_code": 0, "last_step": 6, "killed": False}
