@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-from ddp_lab.probe.operations.inputs import Operations, numbers, positive, words
+from ddp_lab.probe.operations.inputs import Operations, numbers, positive, seeded, words
 
 
 def drawing() -> Operations:
     """Random numbers of torch, each from a generator with a fixed seed."""
-    seeded = {
+    drawn = {
         "rand": lambda: [torch.rand(1003), torch.rand(5), torch.rand(100, dtype=torch.float64)],
         "randn": lambda: [torch.randn(1003), torch.randn(5), torch.randn(100, dtype=torch.float64)],
         "randint, randperm": lambda: [torch.randint(0, 1000, (99,)), torch.randperm(999)],
@@ -39,13 +37,7 @@ def drawing() -> Operations:
             for parameter in layer.parameters()
         ],
     }
-    return {name: partial(_seeded, function) for name, function in seeded.items()}
-
-
-def _seeded(function: Callable[[], Any]) -> Any:
-    with torch.random.fork_rng([]):
-        torch.manual_seed(1)
-        return function()
+    return {name: partial(seeded, function) for name, function in drawn.items()}
 
 
 def of_numpy() -> Operations:

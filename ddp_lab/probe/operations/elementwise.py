@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ddp_lab.probe.operations.inputs import Operations, numbers, positive, with_gradients
+from ddp_lab.probe.operations.inputs import Operations, backward, numbers, positive
 
 _LENGTH = 1003
 """Not a multiple of any vector's length, so that the code for the rest of a vector is seen, too."""
@@ -37,7 +38,10 @@ def elementwise() -> Operations:
     for names, inputs in ((of_any, wide), (of_positive, above), (of_narrow, narrow)):
         found |= {name: partial(_both, getattr(torch, name), inputs) for name in names}
     found |= {name: partial(_both, function, above) for name, function in powers.items()}
-    found |= {f"{name}, backward": partial(_with_gradients, function, wide) for name, function in activations.items()}
+    differentiated: dict[str, tuple[Any, ...]] = {name: (function, wide()) for name, function in activations.items()}
+    differentiated["prelu"] = (functional.prelu, wide(), numbers(1, key=3))
+    differentiated |= {"glu": (functional.glu, numbers(17, 62, scale=8)), "sqrt": (torch.sqrt, above())}
+    found |= backward(differentiated)
     doubles = ("exp", "log", "sin", "cos", "tanh", "sqrt")
     found |= {f"{name} float64": partial(_doubled, getattr(torch, name), above) for name in doubles}
     found |= {f"{name} bfloat16": partial(_halved, getattr(torch, name), above) for name in ("exp", "tanh", "sqrt")}
@@ -57,9 +61,6 @@ def elementwise() -> Operations:
             torch.where(wide() > 0, above(), narrow()),
             torch.maximum(wide(), narrow()),
         ],
-        "prelu, backward": lambda: with_gradients(functional.prelu, wide(), numbers(1, key=3)),
-        "glu, backward": lambda: with_gradients(functional.glu, numbers(17, 62, scale=8)),
-        "sqrt, backward": lambda: with_gradients(torch.sqrt, above()),
         "sqrt of a part": lambda: positive(61, 67, scale=64)[:, ::3].sqrt(),
     }
 
@@ -67,10 +68,6 @@ def elementwise() -> Operations:
 def _both(function: Callable[[Tensor], Tensor], inputs: Callable[[], Tensor]) -> list[Tensor]:
     """A vector's result, and that of a few numbers, which other code may compute."""
     return [function(inputs()), function(inputs()[:3])]
-
-
-def _with_gradients(function: Callable[[Tensor], Tensor], inputs: Callable[[], Tensor]) -> list[Tensor]:
-    return with_gradients(function, inputs())
 
 
 def _doubled(function: Callable[[Tensor], Tensor], inputs: Callable[..., Tensor]) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,7 +18,7 @@ from ddp_core.base.seeds import finalise
 Operation = Callable[[], Any]
 """Computes something at fixed inputs; returns a tensor, an array, a number, or a list, tuple or dict of them."""
 
-Operations = Mapping[str, Operation]
+Operations = dict[str, Operation]
 
 
 def words(count: int, key: int = 0) -> NDArray[np.uint64]:
@@ -53,7 +55,8 @@ def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Ten
 
 
 def of_module(module: nn.Module, *inputs: Tensor) -> list[Tensor]:
-    """The result of a module whose weights are set to fixed numbers, its buffers, and all gradients."""
+    """The result of a copy of a module whose weights are set to fixed numbers, its buffers, and all gradients."""
+    module = copy.deepcopy(module)
     parameters = list(module.parameters())
     with torch.no_grad():
         for key, parameter in enumerate(parameters):
@@ -64,3 +67,18 @@ def of_module(module: nn.Module, *inputs: Tensor) -> list[Tensor]:
     wanted = [*parameters, *(leaf for leaf in leaves if leaf.requires_grad)]
     gradients = torch.autograd.grad(result, wanted, numbers(*result.shape, key=99, dtype=result.dtype))
     return [result.detach(), *gradients, *(buffer.clone() for buffer in module.buffers())]
+
+
+def backward(entries: Mapping[str, tuple[Any, ...]]) -> Operations:
+    """By name: of a function, or a module, and its inputs, the result and the gradients."""
+    return {
+        f"{name}, backward": partial(of_module if isinstance(what, nn.Module) else with_gradients, what, *inputs)
+        for name, (what, *inputs) in entries.items()
+    }
+
+
+def seeded(function: Callable[[], Any]) -> Any:
+    """What a function draws from torch's generator with a fixed seed."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(1)
+        return function()

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddp_lab.probe.operations.inputs import Operations, integers, numbers, of_module, with_gradients
+from ddp_lab.probe.operations.inputs import Operations, backward, integers, numbers
 
 
 def moving() -> Operations:
     """Indexing, sorting, padding."""
     table, rows, places = partial(numbers, 50, 33), integers(77, below=50), integers(9, 33, below=50, key=1)
-    return {
-        "embedding, backward": lambda: of_module(nn.Embedding(50, 33), rows),
-        "embedding_bag, backward": lambda: of_module(nn.EmbeddingBag(50, 33, mode="mean"), rows.view(11, 7)),
-        "gather, backward": lambda: with_gradients(lambda x: x.gather(0, places), table()),
-        "index_select, backward": lambda: with_gradients(lambda x: x.index_select(0, rows), table()),
-        "indexing by tensors, backward": lambda: with_gradients(
-            lambda x: x[rows[:, None], integers(1, 5, below=33)], table()
-        ),
+    differentiated: dict[str, tuple[Any, ...]] = {
+        "embedding": (nn.Embedding(50, 33), rows),
+        "embedding_bag": (nn.EmbeddingBag(50, 33, mode="mean"), rows.view(11, 7)),
+        "gather": (lambda x: x.gather(0, places), table()),
+        "index_select": (lambda x: x.index_select(0, rows), table()),
+        "indexing by tensors": (lambda x: x[rows[:, None], integers(1, 5, below=33)], table()),
+        "pad by reflection": (lambda x: functional.pad(x, (2, 3, 1, 2), mode="reflect"), numbers(2, 3, 7, 9)),
+    }
+    return backward(differentiated) | {
         "take": lambda: table().take(integers(999, below=1650)),
         "index_add": lambda: torch.zeros(50, 33).index_add(0, rows, numbers(77, 33)),
         "scatter_add": lambda: torch.zeros(50, 33).scatter_add(0, places, numbers(9, 33)),
@@ -33,9 +35,6 @@ def moving() -> Operations:
         "unique": lambda: torch.unique(rows, return_inverse=True, return_counts=True),
         "cat, stack, roll, flip": lambda: [torch.cat([table(), table()]), table().roll(3, 1), table().flip(0)],
         "searchsorted": lambda: torch.searchsorted(numbers(99).sort()[0], numbers(33, key=1)),
-        "pad by reflection, backward": lambda: with_gradients(
-            lambda x: functional.pad(x, (2, 3, 1, 2), mode="reflect"), numbers(2, 3, 7, 9)
-        ),
         "unfold, fold": lambda: functional.fold(functional.unfold(numbers(2, 3, 8, 8), 3), (8, 8), 3),
         "pixel_shuffle": lambda: functional.pixel_shuffle(numbers(2, 8, 5, 5), 2),
         "strided copies": lambda: [numbers(31, 17, 5).permute(2, 0, 1).contiguous(), table().T[::2].clone()],
@@ -46,7 +45,6 @@ def moving() -> Operations:
 def pooling() -> Operations:
     """Pooling and interpolation, forward and backward."""
     images = partial(numbers, 3, 5, 12, 15)
-    last = torch.channels_last
     functions: dict[str, Callable[..., Tensor]] = {
         "max_pool2d": partial(functional.max_pool2d, kernel_size=2),
         "max_pool2d with overlap": partial(functional.max_pool2d, kernel_size=3, stride=2, padding=1),
@@ -54,6 +52,7 @@ def pooling() -> Operations:
         "adaptive_avg_pool2d": partial(functional.adaptive_avg_pool2d, output_size=(5, 4)),
         "adaptive_avg_pool2d to one": partial(functional.adaptive_avg_pool2d, output_size=1),
         "adaptive_max_pool2d": partial(functional.adaptive_max_pool2d, output_size=(5, 4)),
+        "max_pool2d channels_last": lambda x: functional.max_pool2d(x.contiguous(memory_format=torch.channels_last), 2),
         "lp_pool2d": lambda x: functional.lp_pool2d(x, 2, 3),
         "interpolate nearest": partial(functional.interpolate, scale_factor=2.0),
         "interpolate bilinear": partial(functional.interpolate, size=(19, 23), mode="bilinear", align_corners=False),
@@ -63,19 +62,11 @@ def pooling() -> Operations:
         "interpolate bicubic": partial(functional.interpolate, size=(19, 23), mode="bicubic", align_corners=False),
         "interpolate area": partial(functional.interpolate, size=(7, 9), mode="area"),
     }
-    grids = {
-        f"grid_sample {mode}": partial(functional.grid_sample, mode=mode, align_corners=False)
-        for mode in ("bilinear", "nearest", "bicubic")
-    }
-    return {
-        **{f"{name}, backward": partial(with_gradients, function, images()) for name, function in functions.items()},
-        "max_pool2d channels_last, backward": lambda: with_gradients(
-            lambda x: functional.max_pool2d(x.contiguous(memory_format=last), 2), images()
-        ),
-        "avg_pool1d, backward": lambda: with_gradients(lambda x: functional.avg_pool1d(x, 3), numbers(3, 5, 31)),
-        **{
-            f"{name}, backward": partial(with_gradients, function, images(), numbers(3, 6, 7, 2, key=1))
-            for name, function in grids.items()
-        },
+    differentiated: dict[str, tuple[Any, ...]] = {name: (function, images()) for name, function in functions.items()}
+    for mode in ("bilinear", "nearest", "bicubic"):
+        sampled = partial(functional.grid_sample, mode=mode, align_corners=False)
+        differentiated[f"grid_sample {mode}"] = (sampled, images(), numbers(3, 6, 7, 2, key=1))
+    differentiated["avg_pool1d"] = (lambda x: functional.avg_pool1d(x, 3), numbers(3, 5, 31))
+    return backward(differentiated) | {
         "affine_grid": lambda: functional.affine_grid(numbers(3, 2, 3), [3, 5, 12, 15], align_corners=False),
     }

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn import functional
 
-from ddp_lab.probe.operations.inputs import Operations, integers, numbers, of_module, positive, with_gradients
+from ddp_lab.probe.operations.inputs import (
+    Operations,
+    backward,
+    integers,
+    numbers,
+    of_module,
+    positive,
+    seeded,
+    with_gradients,
+)
 from ddp_lab.probe.operations.optimizers import updated
 
 _LENGTH = 1003
@@ -30,26 +39,14 @@ def _activations() -> Operations:
     functions["threshold"] = partial(functional.threshold, threshold=0.5, value=-1.0)
     functions["tanh"], functions["sigmoid"] = torch.tanh, torch.sigmoid
     functions |= {name: getattr(torch, name) for name in ("exp", "sin", "cos", "erf", "atan", "sinh")}
-    return {
-        **{f"{name}, backward": partial(_differentiated, function, wide) for name, function in functions.items()},
-        "log, backward": partial(_differentiated, torch.log, partial(positive, _LENGTH, scale=64)),
-        "logit, backward": partial(_differentiated, torch.logit, partial(positive, _LENGTH, scale=0.5)),
-        "pow of two tensors, backward": lambda: with_gradients(
-            torch.pow, positive(_LENGTH, scale=4), numbers(_LENGTH, key=1)
-        ),
-        "gumbel_softmax": _gumbel,
+    differentiated: dict[str, tuple[Any, ...]] = {name: (function, wide()) for name, function in functions.items()}
+    differentiated["log"] = (torch.log, positive(_LENGTH, scale=64))
+    differentiated["logit"] = (torch.logit, positive(_LENGTH, scale=0.5))
+    differentiated["pow of two tensors"] = (torch.pow, positive(_LENGTH, scale=4), numbers(_LENGTH, key=1))
+    return backward(differentiated) | {
+        "gumbel_softmax": lambda: seeded(lambda: functional.gumbel_softmax(numbers(31, 67), tau=0.7)),
         "rrelu in evaluation": lambda: functional.rrelu(wide(), training=False),
     }
-
-
-def _differentiated(function: Callable[..., Tensor], inputs: Callable[[], Tensor]) -> list[Tensor]:
-    return with_gradients(function, inputs())
-
-
-def _gumbel() -> Tensor:
-    with torch.random.fork_rng([]):
-        torch.manual_seed(1)
-        return functional.gumbel_softmax(numbers(31, 67), tau=0.7)
 
 
 def _functions() -> Operations:
@@ -96,29 +93,29 @@ def _computed(function: Callable[[Tensor], Tensor], inputs: Callable[[], Tensor]
 
 def _reductions() -> Operations:
     table = partial(numbers, 137, 211)
-    return {
+    differentiated: dict[str, tuple[Any, ...]] = {
+        "logcumsumexp": (partial(torch.logcumsumexp, dim=1), numbers(31, 67)),
+        "cumsum": (partial(torch.cumsum, dim=0), table()),
+        "logsumexp": (partial(torch.logsumexp, dim=0), table()),
+        "prod": (lambda x: (1 + x / 64).prod(1), table()),
+        "norm": (partial(torch.linalg.vector_norm, dim=1), table()),
+        "pairwise_distance": (functional.pairwise_distance, numbers(9, 65), numbers(9, 65, key=1)),
+        "pdist": (functional.pdist, numbers(9, 65)),
+    }
+    return backward(differentiated) | {
         "std_mean, var_mean": lambda: [*torch.std_mean(table(), 1), *torch.var_mean(table(), 0)],
         "nansum, nanmean": lambda: [table().nansum(1), table().nanmean(0)],
-        "logcumsumexp, backward": lambda: with_gradients(partial(torch.logcumsumexp, dim=1), numbers(31, 67)),
-        "cumsum, backward": lambda: with_gradients(partial(torch.cumsum, dim=0), table()),
         "cummax": lambda: torch.cummax(table(), 1)[0],
         "sum, mean float16": lambda: [table(dtype=torch.float16).sum(1), table(dtype=torch.float16).mean()],
-        "logsumexp, backward": lambda: with_gradients(partial(torch.logsumexp, dim=0), table()),
-        "prod, backward": lambda: with_gradients(lambda x: (1 + x / 64).prod(1), table()),
         "var, std, backward": lambda: [
             *with_gradients(partial(torch.var, dim=1), table()),
             *with_gradients(partial(torch.std, dim=0), table()),
         ],
-        "norm, backward": lambda: with_gradients(partial(torch.linalg.vector_norm, dim=1), table()),
         "cov, corrcoef": lambda: [torch.cov(numbers(9, 65)), torch.corrcoef(numbers(9, 65))],
         "renorm": lambda: torch.renorm(table(), 2, 0, 1.0),
         "softmax bfloat16": lambda: numbers(31, 67, dtype=torch.bfloat16).softmax(1),
         "softmax of four dimensions": lambda: numbers(2, 3, 65, 7).softmax(2),
         "trapezoid, diff": lambda: [torch.trapezoid(table(), dim=1), torch.diff(table())],
-        "pairwise_distance, backward": lambda: with_gradients(
-            functional.pairwise_distance, numbers(9, 65), numbers(9, 65, key=1)
-        ),
-        "pdist, backward": lambda: with_gradients(functional.pdist, numbers(9, 65)),
     }
 
 
@@ -141,24 +138,43 @@ def _losses() -> Operations:
             x.view(3, 10, 11).log_softmax(1)[..., None], integers(3, 11, 1, below=10)
         ),
     }
-    return {f"{name}, backward": partial(with_gradients, loss, values) for name, loss in losses.items()}
+    return backward({name: (loss, values) for name, loss in losses.items()})
 
 
 def _layers() -> Operations:
     images, lines = partial(numbers, 4, 6, 9, 9), partial(numbers, 4, 6, 33)
     volumes = partial(numbers, 2, 3, 6, 7, 8)
-    scale = functional.interpolate
-    return {
-        "conv_transpose1d, backward": lambda: of_module(nn.ConvTranspose1d(6, 5, 3, stride=2), lines()),
-        "conv_transpose3d, backward": lambda: of_module(nn.ConvTranspose3d(3, 4, 3), volumes()),
-        "conv1d grouped, backward": lambda: of_module(nn.Conv1d(6, 12, 5, groups=3), lines()),
-        "conv2d 5x5 with padding same, backward": lambda: of_module(nn.Conv2d(6, 7, 5, padding="same"), images()),
-        "conv2d by reflection, backward": lambda: of_module(
-            nn.Conv2d(6, 7, 3, padding=1, padding_mode="reflect"), images()
+    scale, attend = functional.interpolate, functional.scaled_dot_product_attention
+    heads, mask = [numbers(2, 4, 19, 16, key=key) for key in range(3)], numbers(19, 19, key=9)
+    long, few = [numbers(1, 2, 600, 32, key=key) for key in range(3)], [numbers(1, 1, 40, 8, key=key) for key in (1, 2)]
+    shared, dropping = [numbers(2, 2, 33, 16, key=key).half() for key in (1, 2)], partial(attend, dropout_p=0.2)
+    seen = mask > 0
+    seen[3] = False  # the fourth query sees no key
+    differentiated: dict[str, tuple[Any, ...]] = {
+        "conv_transpose1d": (nn.ConvTranspose1d(6, 5, 3, stride=2), lines()),
+        "conv_transpose3d": (nn.ConvTranspose3d(3, 4, 3), volumes()),
+        "conv1d grouped": (nn.Conv1d(6, 12, 5, groups=3), lines()),
+        "conv2d 5x5 with padding same": (nn.Conv2d(6, 7, 5, padding="same"), images()),
+        "conv2d by reflection": (nn.Conv2d(6, 7, 3, padding=1, padding_mode="reflect"), images()),
+        "conv2d depthwise 7x7": (nn.Conv2d(6, 6, 7, padding=3, groups=6), images()),
+        "conv2d of 128 channels 1x1": (nn.Conv2d(128, 96, 1), numbers(2, 128, 7, 7)),
+        "batch_norm of 3d": (nn.BatchNorm3d(3), volumes()),
+        "LSTMCell": (nn.LSTMCell(7, 9), numbers(5, 7)),
+        "bidirectional GRU": (nn.GRU(7, 9, bidirectional=True), numbers(11, 3, 7)),
+        "weight_norm": (nn.utils.parametrizations.weight_norm(nn.Linear(17, 9)), numbers(5, 17)),
+        "attention with a mask": (partial(attend, attn_mask=mask), *heads),
+        "attention of long rows": (partial(attend, is_causal=True), *long),
+        "attention of 1,100 queries": (attend, numbers(1, 1, 1100, 8), *few),
+        "attention float16 of shared keys": (partial(attend, enable_gqa=True), heads[0].half(), *shared),
+        "attention with a query without keys": (partial(attend, attn_mask=seen), *heads),
+        "attention float64": (attend, *(each.double() for each in heads)),
+        "transformer decoder layer": (
+            nn.TransformerDecoderLayer(16, 4, 32, dropout=0.0),
+            numbers(9, 2, 16),
+            numbers(7, 2, 16, key=1),
         ),
-        "conv2d depthwise 7x7, backward": lambda: of_module(nn.Conv2d(6, 6, 7, padding=3, groups=6), images()),
-        "conv2d of 128 channels 1x1, backward": lambda: of_module(nn.Conv2d(128, 96, 1), numbers(2, 128, 7, 7)),
-        "batch_norm of 3d, backward": lambda: of_module(nn.BatchNorm3d(3), volumes()),
+    }
+    return backward(differentiated) | {
         "max_pool1d, max_pool3d, backward": lambda: [
             *with_gradients(partial(functional.max_pool1d, kernel_size=3), lines()),
             *with_gradients(partial(functional.max_pool3d, kernel_size=2), volumes()),
@@ -179,82 +195,29 @@ def _layers() -> Operations:
             *of_module(nn.GRUCell(7, 9), numbers(5, 7), numbers(5, 9, key=1)),
             *of_module(nn.RNNCell(7, 9), numbers(5, 7), numbers(5, 9, key=1)),
         ],
-        "LSTMCell, backward": lambda: of_module(nn.LSTMCell(7, 9), numbers(5, 7)),
-        "bidirectional GRU, backward": lambda: of_module(nn.GRU(7, 9, bidirectional=True), numbers(11, 3, 7)),
-        "weight_norm, backward": lambda: of_module(
-            nn.utils.parametrizations.weight_norm(nn.Linear(17, 9)), numbers(5, 17)
-        ),
         "channel_shuffle": lambda: functional.channel_shuffle(images(), 3),
-        "alpha_dropout": _dropped,
-        "attention with a mask, backward": lambda: with_gradients(
-            partial(functional.scaled_dot_product_attention, attn_mask=numbers(19, 19, key=9)),
-            *(numbers(2, 4, 19, 16, key=key) for key in range(3)),
-        ),
-        "attention of long rows, backward": lambda: with_gradients(
-            partial(functional.scaled_dot_product_attention, is_causal=True),
-            *(numbers(1, 2, 600, 32, key=key) for key in range(3)),
-        ),
-        "attention bfloat16": _attention_bfloat16,
-        "attention of 1,100 queries, backward": lambda: with_gradients(
-            functional.scaled_dot_product_attention,
-            *(numbers(1, 1, rows, 8, key=key) for key, rows in enumerate((1100, 40, 40))),
-        ),
-        "attention float16 of shared keys, backward": lambda: with_gradients(
-            partial(functional.scaled_dot_product_attention, enable_gqa=True),
-            numbers(2, 4, 19, 16).half(),
-            *(numbers(2, 2, 33, 16, key=key).half() for key in (1, 2)),
-        ),
-        "attention with a query without keys, backward": lambda: with_gradients(
-            partial(functional.scaled_dot_product_attention, attn_mask=_seen()),
-            *(numbers(2, 4, 19, 16, key=key) for key in range(3)),
-        ),
-        "attention with dropout, backward": _attention_with_dropout,
-        "attention float64, backward": lambda: with_gradients(
-            functional.scaled_dot_product_attention,
-            *(numbers(2, 4, 19, 16, key=key, dtype=torch.float64) for key in range(3)),
-        ),
-        "transformer decoder layer, backward": lambda: of_module(
-            nn.TransformerDecoderLayer(16, 4, 32, dropout=0.0), numbers(9, 2, 16), numbers(7, 2, 16, key=1)
-        ),
+        "alpha_dropout": lambda: seeded(lambda: functional.alpha_dropout(numbers(_LENGTH), 0.4)),
+        "attention bfloat16": lambda: attend(heads[0].bfloat16(), heads[1].bfloat16(), heads[2].bfloat16()),
+        "attention with dropout, backward": lambda: seeded(lambda: with_gradients(dropping, *heads)),
     }
-
-
-def _attention_bfloat16() -> Tensor:
-    query, key, value = (numbers(2, 4, 19, 16, key=key, dtype=torch.bfloat16) for key in range(3))
-    return functional.scaled_dot_product_attention(query, key, value)
-
-
-def _seen() -> Tensor:
-    """Which keys each of 19 queries sees; the fourth query sees none."""
-    seen = numbers(19, 19, key=9) > 0
-    seen[3] = False
-    return seen
-
-
-def _attention_with_dropout() -> list[Tensor]:
-    with torch.random.fork_rng([]):
-        torch.manual_seed(1)
-        return with_gradients(
-            partial(functional.scaled_dot_product_attention, dropout_p=0.2),
-            *(numbers(2, 4, 19, 16, key=key) for key in range(3)),
-        )
-
-
-def _dropped() -> Tensor:
-    with torch.random.fork_rng([]):
-        torch.manual_seed(1)
-        return functional.alpha_dropout(numbers(_LENGTH), 0.4)
 
 
 def _products() -> Operations:
     matrix, vector, batch = numbers(37, 53), numbers(53, key=1), numbers(5, 17, 23)
-    return {
+    differentiated: dict[str, tuple[Any, ...]] = {
+        "matmul of broadcast batches": (torch.matmul, batch, numbers(23, 11, key=1)),
+        "products of groups of rows": (
+            partial(functional.grouped_mm, offs=torch.tensor([8, 16, 24], dtype=torch.int32)),
+            numbers(24, 16),
+            numbers(3, 16, 8, key=1),
+        ),
+    }
+    return backward(differentiated) | {
         "addmv, addr": lambda: [
             torch.addmv(numbers(37, key=2), matrix, vector),
             torch.addr(matrix, numbers(37), vector),
         ],
         "addbmm": lambda: torch.addbmm(numbers(17, 11), batch, numbers(5, 23, 11, key=1)),
-        "matmul of broadcast batches, backward": lambda: with_gradients(torch.matmul, batch, numbers(23, 11, key=1)),
         "tensordot, kron": lambda: [
             torch.tensordot(batch, numbers(23, 7), 1),
             torch.kron(numbers(5, 7), numbers(3, 4)),
@@ -263,11 +226,6 @@ def _products() -> Operations:
         "matrix_power": lambda: torch.linalg.matrix_power(numbers(17, 17), 5),
         "matmul complex": lambda: torch.view_as_real(
             torch.complex(matrix, -matrix) @ torch.complex(numbers(53, 9), numbers(53, 9, key=1))
-        ),
-        "products of groups of rows, backward": lambda: with_gradients(
-            partial(functional.grouped_mm, offs=torch.tensor([8, 16, 24], dtype=torch.int32)),
-            numbers(24, 16),
-            numbers(3, 16, 8, key=1),
         ),
         "floor_divide": lambda: [
             torch.floor_divide(numbers(_LENGTH, scale=8), positive(_LENGTH, key=1)),
@@ -283,18 +241,18 @@ def _products() -> Operations:
 
 def _algebra() -> Operations:
     square = numbers(17, 17) + 4 * torch.eye(17)
-    return {
+    differentiated: dict[str, tuple[Any, ...]] = {
+        "solve": (torch.linalg.solve, square, numbers(17, 3, key=1)),
+        "cholesky": (lambda x: torch.linalg.cholesky(x @ x.T + 8 * torch.eye(17)), numbers(17, 17)),
+        "singular values": (torch.linalg.svdvals, numbers(19, 11)),
+        "qr": (lambda x: torch.linalg.qr(x)[1], numbers(19, 11)),
+        "fftn": (lambda x: torch.view_as_real(torch.fft.fftn(x)), numbers(2, 19, 16)),
+        "fft": (lambda x: torch.view_as_real(torch.fft.rfft(x)), numbers(5, 64)),
+    }
+    return backward(differentiated) | {
         "slogdet, pinv": lambda: [*torch.linalg.slogdet(square), torch.linalg.pinv(numbers(19, 11))],
         "lu_factor": lambda: torch.linalg.lu_factor(square)[0],
         "cholesky_solve": lambda: torch.cholesky_solve(numbers(17, 3), square.tril()),
-        "solve, backward": lambda: with_gradients(torch.linalg.solve, square, numbers(17, 3, key=1)),
-        "cholesky, backward": lambda: with_gradients(
-            lambda x: torch.linalg.cholesky(x @ x.T + 8 * torch.eye(17)), numbers(17, 17)
-        ),
-        "singular values, backward": lambda: with_gradients(torch.linalg.svdvals, numbers(19, 11)),
-        "qr, backward": lambda: with_gradients(lambda x: torch.linalg.qr(x)[1], numbers(19, 11)),
-        "fftn, backward": lambda: with_gradients(lambda x: torch.view_as_real(torch.fft.fftn(x)), numbers(2, 19, 16)),
-        "fft, backward": lambda: with_gradients(lambda x: torch.view_as_real(torch.fft.rfft(x)), numbers(5, 64)),
     }
 
 

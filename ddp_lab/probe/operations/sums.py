@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from ddp_lab.probe.operations.inputs import Operations, integers, numbers, of_module, positive, with_gradients
+from ddp_lab.probe.operations.inputs import Operations, backward, integers, numbers, positive
 
 
 def sums() -> Operations:
     """Reductions of tensors, softmax, norms of gradients."""
     long, table = partial(numbers, 20_011), partial(numbers, 137, 211)
-    return {
+    differentiated: dict[str, tuple[Any, ...]] = {
+        "softmax": (partial(torch.softmax, dim=1), numbers(31, 67, scale=8)),
+        "softmax over columns": (partial(torch.softmax, dim=0), numbers(31, 67, scale=8)),
+        "log_softmax": (partial(torch.log_softmax, dim=1), numbers(31, 67, scale=8)),
+        "cdist": (torch.cdist, numbers(9, 5), numbers(7, 5, key=1)),
+        "cosine_similarity": (functional.cosine_similarity, numbers(9, 65), numbers(9, 65, key=1)),
+        "normalize": (functional.normalize, numbers(9, 65)),
+    }
+    return backward(differentiated) | {
         "sum": lambda: [long().sum(), table().sum(0), table().sum(1), long(dtype=torch.float64).sum()],
         "sum bfloat16": lambda: [long(dtype=torch.bfloat16).sum(), table(dtype=torch.bfloat16).sum(0)],
         "sum over two dimensions": lambda: numbers(7, 13, 19, 23).sum((0, 2)),
@@ -30,16 +39,6 @@ def sums() -> Operations:
         "logsumexp": lambda: numbers(31, 67, scale=8).logsumexp(1),
         "max, min, argmax": lambda: [table().max(1), table().amin(0), long().argmax()],
         "median, quantile": lambda: [long().median(), numbers(401).quantile(0.3)],
-        "softmax, backward": lambda: with_gradients(partial(torch.softmax, dim=1), numbers(31, 67, scale=8)),
-        "softmax over columns, backward": lambda: with_gradients(
-            partial(torch.softmax, dim=0), numbers(31, 67, scale=8)
-        ),
-        "log_softmax, backward": lambda: with_gradients(partial(torch.log_softmax, dim=1), numbers(31, 67, scale=8)),
-        "cdist, backward": lambda: with_gradients(torch.cdist, numbers(9, 5), numbers(7, 5, key=1)),
-        "cosine_similarity, backward": lambda: with_gradients(
-            functional.cosine_similarity, numbers(9, 65), numbers(9, 65, key=1)
-        ),
-        "normalize, backward": lambda: with_gradients(functional.normalize, numbers(9, 65)),
         "clip_grad_norm_": _clipped,
         "histc, bincount": lambda: [torch.histc(long(), 17, -1, 1), torch.bincount(integers(999, below=31))],
     }
@@ -63,57 +62,46 @@ def losses() -> Operations:
         "smooth_l1_loss": functional.smooth_l1_loss,
         "huber_loss": functional.huber_loss,
     }
-    return {
-        **{
-            f"{name}, backward": partial(with_gradients, lambda x, loss=loss: loss(x, targets), values)
-            for name, loss in of_values.items()
-        },
-        "cross_entropy, backward": lambda: with_gradients(lambda x: functional.cross_entropy(x, classes), logits),
-        "cross_entropy with smoothing, backward": lambda: with_gradients(
-            lambda x: functional.cross_entropy(x, classes, label_smoothing=0.1, reduction="sum"), logits
+    differentiated: dict[str, tuple[Any, ...]] = {
+        "cross_entropy": (lambda x: functional.cross_entropy(x, classes), logits),
+        "cross_entropy with smoothing": (
+            lambda x: functional.cross_entropy(x, classes, label_smoothing=0.1, reduction="sum"),
+            logits,
         ),
-        "binary_cross_entropy, backward": lambda: with_gradients(
-            lambda x: functional.binary_cross_entropy(x, targets.gt(0).float()), shares
+        "binary_cross_entropy": (lambda x: functional.binary_cross_entropy(x, targets.gt(0).float()), shares),
+        "binary_cross_entropy_with_logits": (
+            lambda x: functional.binary_cross_entropy_with_logits(x, targets.gt(0).float()),
+            values,
         ),
-        "binary_cross_entropy_with_logits, backward": lambda: with_gradients(
-            lambda x: functional.binary_cross_entropy_with_logits(x, targets.gt(0).float()), values
-        ),
-        "kl_div, backward": lambda: with_gradients(
+        "kl_div": (
             lambda x: functional.kl_div(x.log_softmax(1), numbers(33, 10, key=3).softmax(1), reduction="batchmean"),
             logits,
         ),
-        "nll of a Gaussian, backward": lambda: with_gradients(
-            lambda x, y: functional.gaussian_nll_loss(x, targets, y), values, shares
-        ),
-        "ctc_loss, backward": lambda: with_gradients(
+        "nll of a Gaussian": (lambda x, y: functional.gaussian_nll_loss(x, targets, y), values, shares),
+        "ctc_loss": (
             lambda x: functional.ctc_loss(
                 x.log_softmax(2), integers(3, 4, below=9) + 1, torch.full((3,), 20), torch.full((3,), 4)
             ),
             numbers(20, 3, 10, scale=4),
         ),
-        "triplet_margin_loss, backward": lambda: with_gradients(
-            functional.triplet_margin_loss, *(numbers(9, 65, key=key) for key in range(3))
-        ),
+        "triplet_margin_loss": (functional.triplet_margin_loss, *(numbers(9, 65, key=key) for key in range(3))),
     }
+    differentiated |= {name: (lambda x, loss=loss: loss(x, targets), values) for name, loss in of_values.items()}
+    return backward(differentiated)
 
 
 def norms() -> Operations:
     """Normalising layers, forward and backward."""
     images = partial(numbers, 8, 6, 7, 9, scale=4)
-    return {
-        "batch_norm, backward": lambda: of_module(nn.BatchNorm2d(6), images()),
-        "batch_norm of 1d, backward": lambda: of_module(nn.BatchNorm1d(13), numbers(31, 13)),
-        "batch_norm channels_last, backward": lambda: of_module(
-            nn.BatchNorm2d(6), images().contiguous(memory_format=torch.channels_last)
-        ),
-        "batch_norm in evaluation, backward": lambda: of_module(nn.BatchNorm2d(6).eval(), images()),
-        "layer_norm, backward": lambda: of_module(nn.LayerNorm(65), numbers(31, 65)),
-        "group_norm, backward": lambda: of_module(nn.GroupNorm(3, 6), images()),
-        "instance_norm, backward": lambda: of_module(nn.InstanceNorm2d(6, affine=True), images()),
-        "rms_norm, backward": lambda: of_module(nn.RMSNorm(65), numbers(31, 65)),
-        "local_response_norm, backward": lambda: of_module_without_weights(images()),
+    differentiated: dict[str, tuple[Any, ...]] = {
+        "batch_norm": (nn.BatchNorm2d(6), images()),
+        "batch_norm of 1d": (nn.BatchNorm1d(13), numbers(31, 13)),
+        "batch_norm channels_last": (nn.BatchNorm2d(6), images().contiguous(memory_format=torch.channels_last)),
+        "batch_norm in evaluation": (nn.BatchNorm2d(6).eval(), images()),
+        "layer_norm": (nn.LayerNorm(65), numbers(31, 65)),
+        "group_norm": (nn.GroupNorm(3, 6), images()),
+        "instance_norm": (nn.InstanceNorm2d(6, affine=True), images()),
+        "rms_norm": (nn.RMSNorm(65), numbers(31, 65)),
     }
-
-
-def of_module_without_weights(images: torch.Tensor) -> list[torch.Tensor]:
-    return with_gradients(lambda x: functional.local_response_norm(x, 3), images)
+    differentiated["local_response_norm"] = (partial(functional.local_response_norm, size=3), images())
+    return backward(differentiated)
