@@ -104,7 +104,7 @@ class StoredImages(Dataset[tuple[Tensor, Tensor]]):
 def measure(setting: Setting) -> Measurements:
     """Samples per second and shares of waiting by workers and round; and what a loader that is left alone does."""
     load, device = claim.load(setting), setting.device_type(1)
-    (timed,) = run_ranks(time_workers, 1, device, load, device=device, timeout=500, with_children=True)
+    (timed,) = run_ranks(time_workers, 1, device, load, device=device, timeout=1800, with_children=True)
     ahead = (load.workers_judged, load.prefetch_factor, load.samples_per_batch)
     (alone,) = run_ranks(leave_alone, 1, *ahead, with_children=True)
     facts = {"cores": setting.cores, "device": device, "judged": str(load.workers_judged)}
