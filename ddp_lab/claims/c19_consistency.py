@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,6 +28,7 @@ from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, compo
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import ROUNDS, median_interval, ratio_interval
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
+from ddp_lab.claims.measuring.rendered_data_parallel import RenderedDataParallel
 from ddp_lab.claims.measuring.training import train
 from ddp_lab.records import COUNT, Figure, Part
 
@@ -124,20 +124,13 @@ def observe(
 def _alone(seed: int, steps: int, batch: int, rate: float, place: torch.device, replicas: int) -> Tensor:
     """Parameters after training in this process: on one device, or with several replicas as nn.DataParallel does."""
     model = _network(seed).to(place)
-    on_cuda = place.type == "cuda" and replicas > 1
-    module = nn.DataParallel(model, device_ids=list(range(replicas))) if on_cuda else model
+    module: nn.Module = model
+    if replicas > 1:
+        on_cuda = place.type == "cuda"
+        module = nn.DataParallel(model, list(range(replicas))) if on_cuda else RenderedDataParallel(model, replicas)
     for inputs, targets in _batches(seed, steps, batch, place):
-        if replicas == 1 or on_cuda:
-            outputs = module(inputs)
-        else:
-            outputs = torch.cat([functional_call(model, _replica(model), (part,)) for part in inputs.chunk(replicas)])
-        _step(model, outputs, targets, rate)
+        _step(model, module(inputs), targets, rate)
     return _parameters(model)
-
-
-def _replica(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the parameters, whose gradients backward adds up in the parameters themselves."""
-    return {name: parameter.clone() for name, parameter in model.named_parameters()}
 
 
 def _network(seed: int) -> nn.Module:
