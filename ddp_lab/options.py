@@ -1,8 +1,10 @@
-"""The parser of the laboratory's commands."""
+"""The parser of the laboratory's commands, and how SIGTERM ends them."""
 
 from __future__ import annotations
 
 import argparse
+import signal
+from types import FrameType
 from typing import Any, NoReturn
 
 from ddp_core.base.errors import UserError
@@ -17,3 +19,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise UserError; argparse would print all options before the message."""
         raise UserError(f"{message} (see `{self.prog} --help`)")
+
+
+def end_as_by_interrupt() -> None:
+    """Let SIGTERM raise KeyboardInterrupt, as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
@@ -23,7 +21,7 @@ from ddp_lab.chaos.runner import Runner
 from ddp_lab.cluster.__main__ import choose_backend, launch, plan
 from ddp_lab.cluster.cluster import Backend, Spec
 from ddp_lab.cluster.runs import Planned, find_baseline
-from ddp_lab.options import Parser
+from ddp_lab.options import Parser, end_as_by_interrupt
 
 
 @said_by("chaos")
@@ -43,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data-dir", type=Path, default=Path(os.environ.get("DDP_DATA", "data")))
     parser.add_argument("--verbose", action="store_true", help="show every line of every node")
     known = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, _as_interrupt)
+    end_as_by_interrupt()
     drill = load(known.drill)
     if known.nodes is not None:
         drill = drill.model_copy(update={"nodes": known.nodes})
@@ -123,10 +121,6 @@ def _publish(report: DrillReport, run: Path | None) -> None:
     except OSError as error:
         raise UserError(f"cannot write into {run}: {error.strerror}", ExitCode.RESOURCES) from None
     say(f"{run / 'drill.json'}")
-
-
-def _as_interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
@@ -24,7 +22,7 @@ from ddp_lab.cluster.local import LocalBackend
 from ddp_lab.cluster.published_run import beside_published
 from ddp_lab.cluster.runs import Planned, find_baseline, find_launched, settings_of
 from ddp_lab.cluster.verdict import Verdict, judge
-from ddp_lab.options import Parser
+from ddp_lab.options import Parser, end_as_by_interrupt
 from ddp_lab.probe.published import published
 
 # The options that say what is trained: the baseline gets them, too.
@@ -57,17 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known, options = parser.parse_known_args(arguments)
     if known.command == "check" and options:
         parser.error(f"unrecognized arguments: {' '.join(options)}")
-    signal.signal(signal.SIGTERM, _as_interrupt)
+    end_as_by_interrupt()
     if known.command == "check":
         from ddp_lab.cluster.gpus import check_service
 
         check_service(known.service)
         return ExitCode.DONE
     return train(known, tuple(options))
-
-
-def _as_interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def train(known: argparse.Namespace, options: tuple[str, ...]) -> int:

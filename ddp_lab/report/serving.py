@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import errno
-import signal
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
 from ddp_core.base.beneath import open_file
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_lab.options import end_as_by_interrupt
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -97,13 +96,9 @@ def make_server(page: Path, place: tuple[str, int]) -> ThreadingHTTPServer:
 def serve(page: Path, place: tuple[str, int]) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises as `make_server` does."""
     with make_server(page, place) as server:
-        signal.signal(signal.SIGTERM, _as_interrupt)
+        end_as_by_interrupt()
         print(f"report: serving {page} on http://{place[0]}:{server.server_address[1]}/ (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
             print("report: no longer serving", flush=True)
-
-
-def _as_interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
