@@ -39,7 +39,7 @@ def train_within(
     other. `probe`: takes twice the budget, to see whether the limit holds at all.
     """
     try:
-        found = run_ranks(_train, processes, way, layers, budget_mib, width, steps, rate, timeout=60)
+        found = run_ranks(_train, processes, way, layers, budget_mib, width, steps, rate, timeout=600)
     except UserError as error:
         found = [{"trained": False, "losses": [], "said": str(error)}]
     said = [rank["said"] for rank in found if rank["said"]]

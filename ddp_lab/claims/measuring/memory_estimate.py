@@ -55,37 +55,6 @@ class Backward:
         return round(highest)
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes of one replica; `in_backward` and `in_update` are what is there for a while, at most."""
-
-    weights: int
-    gradients: int
-    optimizer_state: int
-    inputs: int
-    activations: int
-    in_backward: int
-    in_update: int
-    buckets: int
-
-    @property
-    def peak(self) -> int:
-        """Bytes at the moment that needs most: in backward or in the update."""
-        standing = self.weights + self.optimizer_state + self.inputs + self.buckets
-        return standing + max(self.in_backward, self.in_update)
-
-    def table(self) -> list[tuple[str, int]]:
-        """Names and bytes, for people."""
-        rows = [
-            ("weights", self.weights),
-            ("gradients", self.gradients),
-            ("optimizer state", self.optimizer_state),
-            ("inputs", self.inputs),
-            ("activations", self.activations),
-        ]
-        return rows + ([("gradient buckets", self.buckets)] if self.buckets else [])
-
-
 def estimate_memory(
     model: nn.Module,
     loss: Loss,
@@ -94,8 +63,8 @@ def estimate_memory(
     targets: Tensor,
     growth: float = 1.0,
     bucketed: bool = False,
-) -> MemoryEstimate:
-    """The memory of one replica that trains on micro-batches `growth` times as large as this one.
+) -> int:
+    """The bytes at the peak of one replica that trains on micro-batches `growth` times as large as this one.
 
     Runs one forward and backward. Weights and gradients stay as they were; batch-norm's running statistics change.
     `bucketed`: under DistributedDataParallel without gradient_as_bucket_view.
@@ -104,16 +73,10 @@ def estimate_memory(
     trainable = _bytes_of(parameters)
     backward = _Watch(model, inputs, targets).run(loss)
     copies = 2 if optimizer.name != "sgd" else 1 if optimizer.momentum else 0
-    return MemoryEstimate(
-        weights=_bytes_of([*model.parameters(), *model.buffers()]),
-        gradients=trainable,
-        optimizer_state=copies * trainable,
-        inputs=round(growth * _bytes_of((inputs, targets))),
-        activations=round(growth * backward.activations),
-        in_backward=backward.highest(growth),
-        in_update=trainable + min(_in_passing(optimizer, parameters), 2 * trainable),
-        buckets=trainable if bucketed else 0,
-    )
+    inputs_and_targets = round(growth * _bytes_of((inputs, targets)))
+    standing = _bytes_of([*model.parameters(), *model.buffers()]) + copies * trainable + inputs_and_targets
+    in_update = trainable + min(_in_passing(optimizer, parameters), 2 * trainable)
+    return standing + (trainable if bucketed else 0) + max(backward.highest(growth), in_update)
 
 
 def _in_passing(optimizer: Optimizer, parameters: Sequence[Tensor]) -> int:

@@ -313,7 +313,7 @@ def c22() -> Measurements:
     ways |= {"too many, DDP": full, "too many, halves": trained}
     return {
         **{"tolerance": 0.15, "limit_mib": 320, "relative_difference_of_loss": 1e-6, "device": "cpu"},
-        "cases": [{"name": "a", "estimate": 110, "peak": 100, "parts": {}}],
+        "cases": [{"name": "a", "estimate": 110, "peak": 100}],
         "limited": {way: deepcopy(found) for way, found in ways.items()},
     }
 
