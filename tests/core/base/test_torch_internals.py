@@ -342,6 +342,14 @@ def int_mm(_: int, __: int, place: str) -> None:
     get_kernel("aten::_int_mm.out", "CPU")
 
 
+def softmax_backward(_: int, __: int, place: str) -> None:
+    inputs = torch.arange(6.0).view(2, 3).requires_grad_()
+    coming = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 4.0]])
+    result = inputs.softmax(-1)
+    result.backward(coming)
+    assert torch.equal(torch._softmax_backward_data(coming, result.detach(), -1, torch.float32), inputs.grad)
+
+
 def separate_stores(_: int, __: int, place: str) -> None:
     with agent(Path(place)) as ours:
         handler = ours.get_worker_group().spec.rdzv_handler
@@ -379,6 +387,7 @@ CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
     "_execution_engine": end_of_backward,
     **dict.fromkeys(("_foreach_add_", "_foreach_mul_", "_foreach_copy_"), foreach),
     "_int_mm": int_mm,
+    "_softmax_backward_data": softmax_backward,
     "torch.Tensor._version": counter_of_writes,
     "_buffers": buffers,
     **dict.fromkeys(("_backward_hooks", "_post_accumulate_grad_hooks"), hooks),
