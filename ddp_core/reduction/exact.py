@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal, Protocol
@@ -87,7 +87,8 @@ class ExactReduction:
     With `shares="contiguous"` a rank computes neighbouring micro-batches. With `shares="strided"` rank r of W computes
     r, r + W, r + 2W, …, as the loaders of other libraries deal them; ranks then exchange gradients after every
     backward, in the background. Both have the same bits. Ranks of one node add up among themselves before nodes
-    exchange; `node` names this rank's node (None: by the name of its host).
+    exchange; `node` names this rank's node (None: by the name of its host). `before_reading` is called before the host
+    reads parameters from the device: for a wait that watches for lost peers, which the reading itself does not.
 
     A micro-batch in which a parameter gets no gradient adds nothing to it; without one in any it keeps `grad=None`
     (DDP needs `find_unused_parameters=True` for both where that begins after the first step, unless shares are
@@ -121,6 +122,7 @@ class ExactReduction:
         timeout: timedelta | None = None,
         shares: Literal["contiguous", "strided"] | OwnShares = "contiguous",
         node: str | int | None = None,
+        before_reading: Callable[[], None] = lambda: None,
     ) -> None:
         own = None if isinstance(shares, str) else shares
         if own is None:
@@ -140,7 +142,7 @@ class ExactReduction:
         self._statistics = BatchStatistics(module)
         inner = module if ddp is None else ddp.module
         self._foreign, self._trained = ForeignBuffers(inner), TrainedParameters(inner)
-        self._written = WrittenParameters(inner)
+        self._written = WrittenParameters(inner, before_reading=before_reading)
         self._steps = 0
         # Whether a step has begun, and how many micro-batches of it this rank has run.
         self._has_begun = False

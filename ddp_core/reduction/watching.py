@@ -6,7 +6,7 @@ alone. So it cannot be the same on every layout, unless it ends with the same va
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -70,12 +70,15 @@ class WrittenParameters:
 
     torch counts the writes to a tensor, which costs nothing to look at; values are compared where the count has moved.
     Writes through `.data` are not counted. They are seen in steps that are compared by values. `passes`: what a message
-    calls them.
+    calls them. `before_reading` is called before the host reads values from the device.
     """
 
-    def __init__(self, module: nn.Module, passes: str = "micro-batch") -> None:
+    def __init__(
+        self, module: nn.Module, passes: str = "micro-batch", before_reading: Callable[[], None] = lambda: None
+    ) -> None:
         # What cuts parameters among ranks (DTensor) looks after them itself.
         named = [(name, each) for name, each in module.named_parameters() if type(each.detach()) is Tensor]
+        self._before_reading = before_reading
         self._module, self._names, self._passes = module, [name for name, _ in named], passes
         self.parameters = [parameter for _, parameter in named]
         self.begin()
@@ -101,6 +104,7 @@ class WrittenParameters:
         moved = [position for position, count in enumerate(self._writes) if count != before[position]]
         self.written.update(moved)
         looked_at = range(len(self.parameters)) if everything else moved
+        self._before_reading()
         sums = {position: checksum(self.parameters[position]) for position in looked_at}
         if self._first is None:
             self._first = sums

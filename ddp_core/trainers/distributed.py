@@ -36,10 +36,12 @@ class DistributedStrategy(SingleStrategy):
         node, micro_batches = self.job.collectives.world.node_rank, self.batches.cut.micro_batches
         if self.job.options.cuda_graph:
             self.module = self.model
-            self.reduction = ExactReduction(self.module, micro_batches, process_group=dist.group.WORLD, node=node)
+            group = dist.group.WORLD
         else:
-            self.module = self.wrapped()
-            self.reduction = ExactReduction(self.module, micro_batches, node=node)
+            self.module, group = self.wrapped(), None
+        self.reduction = ExactReduction(
+            self.module, micro_batches, process_group=group, node=node, before_reading=self.losses.await_device
+        )
         self._is_set_up = True
 
     def compute_gradients(self, batch: StepBatch) -> None:

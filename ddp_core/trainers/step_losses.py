@@ -123,6 +123,16 @@ class StepLosses:
         is_due = leaves or done % self._read_every == 0 or self._may_save(done)
         return leaves, self.read() if is_due else []
 
+    def await_device(self) -> None:
+        """Wait until the device has done what it was asked for; call this before anything else waits for it in a step.
+
+        What is sent from the device may wait for a peer that is gone, which only this wait watches for.
+        """
+        if self._collectives.device.type == "cuda":
+            now = torch.cuda.Event()
+            now.record()
+            self._collectives.await_event(now)
+
     def _pace(self) -> None:
         """On CUDA, wait until the device is done with the step before, so that the host runs one step ahead.
 
