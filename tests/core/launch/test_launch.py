@@ -22,6 +22,7 @@ from ddp_core.launch.meeting import join
 from ddp_core.launch.nodes import Meeting
 from ddp_core.record.lock import RunLock
 from tests.core.record.test_run_directory import make, request
+from tests.support.commands import command
 from tests.support.processes import ask
 
 ALONE = Meeting(launch_id="mine")
@@ -72,3 +73,16 @@ def starts_without_restarts(folder: Path) -> int:
 
 def test_room_for_a_node_costs_no_restart(tmp_path: Path) -> None:
     assert ask(starts_without_restarts, tmp_path) == 3
+
+
+def test_a_launch_asks_git_before_its_workers_are_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that replaces a lost one has the code of the others, whatever was committed since they began."""
+    git, calls = tmp_path / "git", tmp_path / "calls"
+    git.write_text(f'#!/bin/sh\necho "$3" >>{calls}\n[ "$3" = status ] || echo 0123456789\n')
+    git.chmod(0o755)
+    monkeypatch.delenv("DDP_GIT_COMMIT", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    words = ["train", "toy_mlp", "--set", "max_steps=1", "--layout", "ddp", "--nproc-per-node", "2", "--device", "cpu"]
+    ended = command(*words, "--output", tmp_path / "runs")
+    assert ended.code == 0, ended.errors
+    assert calls.read_text().split() == ["rev-parse", "status"]
