@@ -1,4 +1,4 @@
-"""Where the nodes of a launch meet, and how a node's part of it can end that is no end of its workers.
+"""How the nodes of a launch meet, as asked for, and the errors with which a node leaves while others go on.
 
 This loads nothing of torch's launcher: a worker is forked before that is loaded, and has no use for it.
 """

@@ -1,4 +1,4 @@
-"""How a launcher looks after the workers of its node; what it needs for that is loaded once they can be forked."""
+"""How a launcher looks after the workers of its node; what it needs for that is loaded after the nursery was forked."""
 
 from __future__ import annotations
 
