@@ -12,9 +12,9 @@ from .exchange import Exchange
 from .messages import PointToPoint
 
 
-def exchange_on(group: dist.ProcessGroup, device: torch.device) -> Exchange:
-    """The exchange between all ranks of the group for tensors on `device`."""
-    return CollectiveExchange(group) if _backend(group, device) == "nccl" else PointToPoint(group)
+def exchange_on(group: dist.ProcessGroup, device: torch.device, tag: int = 0) -> Exchange:
+    """The exchange between all ranks of the group for tensors on `device`; for `tag` see `PointToPoint`."""
+    return CollectiveExchange(group) if _backend(group, device) == "nccl" else PointToPoint(group, tag=tag)
 
 
 def exchange_among(group: dist.ProcessGroup, device: torch.device, members: Sequence[int], tag: int) -> Exchange:

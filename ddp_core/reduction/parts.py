@@ -59,7 +59,8 @@ def parts_on(group: dist.ProcessGroup | None, groups: tuple[tuple[int, ...], ...
     if group is None:
         return Alone()
     through_host = goes_through_host(group, device)
-    exchange = exchange_on(group, device)
+    # The tags below 10 belong to the whole sums, which may be on their way at the same time.
+    exchange = exchange_on(group, device, tag=10)
     in_one = PartsInOneLevel(exchange, through_host)
     if not _are_alike(groups) or through_host:
         return in_one
@@ -148,9 +149,8 @@ class PartsInTwoLevels:
         self._lanes = list(zip(*nodes, strict=True))
         """The ranks with one position on their nodes: each other's deputies."""
         self._place = nodes[self._here].index(self.rank)
-        # The tags below belong to the whole sums, which may be on their way at the same time.
-        self._node = exchange_among(group, device, nodes[self._here], tag=6)
-        self._lane = exchange_among(group, device, self._lanes[self._place], tag=8)
+        self._node = exchange_among(group, device, nodes[self._here], tag=12)
+        self._lane = exchange_among(group, device, self._lanes[self._place], tag=14)
 
     def cuts(self, elements: int, dtype: torch.dtype, rounds: int) -> Sequence[slice]:
         """See `Parts.cuts`."""
