@@ -22,7 +22,7 @@ from ddp_core.numerics.limits import LIMITS, limits_hold, portable_refused_by
 
 _SECOND_START = "DDP_SECOND_START"
 _GPU_DRIVER = Path("/dev/nvidiactl")
-_PORTABLE = re.compile(rb"""numerics["']?\s*[=:]\s*["']portable""")
+_PORTABLE = re.compile(rb"""^[^#\n]*\bnumerics["']?\s*[=:]\s*["']portable""", re.MULTILINE)
 """How an experiment's file, or a run.json, says so."""
 
 
