@@ -125,7 +125,7 @@ def _plain_replicas(fields: dict[str, Any]) -> list[float]:
     choose_kernels()
     record, device = experiment(**{"reduction": "plain", **fields}), torch.device("cuda", 0)
     layouts = [None, Layout(kind="dp", device="cuda", nproc_per_node=2)]
-    models = [finished(record, mlp, each, train=samples(64), device=device).model for each in layouts]
+    models = [finished(record, mlp, each, train=samples(64), device=device).state.model for each in layouts]
     return [(a - b).abs().max().item() for a, b in zip(*(each.parameters() for each in models), strict=True)]
 
 
