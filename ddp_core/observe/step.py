@@ -76,7 +76,10 @@ class StepObserver:
         """This rank will now wait for other ranks; of several calls in a step, the first one counts."""
 
     def losses_read(self, reports: Sequence[StepReport]) -> None:
-        """Losses are read, oldest first, or none. Next, one that is not finite ends the run, or its step is skipped."""
+        """Losses are read now, oldest first; next, one that is not finite ends the run, or its step is skipped.
+
+        On CUDA that is not in each step; what an epoch has left is read at its end, after `step_done`.
+        """
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
         """The mean gradients are computed, and the weights change next; `reports` are those of `losses_read`.

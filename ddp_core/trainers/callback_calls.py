@@ -102,8 +102,11 @@ class CallbackCalls(StepObserver):
         if told is not None:
             self._step, self._called, self._asked = told.step, set(told.methods), told.asked
 
+    def before_step(self, batch: StepBatch) -> None:
+        self._loss = None
+
     def losses_read(self, reports: Sequence[StepReport]) -> None:
-        self._loss = reports[-1].loss / reports[-1].samples if reports else None
+        self._loss = reports[-1].loss / reports[-1].samples
 
     def after_step(self, batch: StepBatch) -> None:
         self._call("on_step", batch.epoch, self._loss)

@@ -75,7 +75,8 @@ class Loop:
                 if batch.stops:
                     self._job.stop.saved()
                     raise Stopped(self._job.stop.reason or ASKED_ELSEWHERE, state.step)
-                if leaves:  # only to let another rank in
+                # Only to let another rank in, unless a stop is asked for by now: the next step is then the last one.
+                if leaves and not any(self._job.collectives.gather(self._job.stop.requested)):
                     raise Regroup
             observers.end()
         observers.ended()
@@ -107,7 +108,8 @@ class Loop:
         """
         bad = next((report for report in reports if not report.is_finite), None)
         try:
-            self.observers.losses_read(reports)
+            if reports:
+                self.observers.losses_read(reports)
         finally:
             if bad is not None:
                 self._end_or_skip(bad, done)

@@ -156,9 +156,9 @@ class Saving(StepObserver):
                     f"{self.newest}: lower optimizer.lr, or set clip_norm",
                     ExitCode.NUMERICS,
                 )
-            self._note_kept()
-            if self._checkpointer is not None:
-                try:
+            try:
+                self._note_kept()
+                if self._checkpointer is not None:
                     self._checkpointer.save(
                         state.state_dict(in_parts=job.layout.saves_in_parts),
                         step=state.step,
@@ -168,10 +168,10 @@ class Saving(StepObserver):
                         best=best,
                         changing=self._changing(),
                     )
-                except (TypeError, ValueError):
-                    state.require_saveable()
-                    raise
-                self._aside_step = state.step if self._checkpointer.asynchronous else None
+                    self._aside_step = state.step if self._checkpointer.asynchronous else None
+            except (TypeError, ValueError):
+                state.require_saveable()
+                raise
         self.newest_step = state.step
         job.metrics.write("checkpoint", step=state.step, seconds=time.perf_counter() - before)
 

@@ -150,7 +150,7 @@ class Witnessed(StepObserver):
         Raises Finding (2), on all ranks, where it has found other bits.
         """
         if self._is_on and self._saving.is_due_now:
-            self._hear(is_end=False)
+            self._hear(stops=batch.stops)
 
     def end(self) -> None:
         """Have the newest noted steps repeated, and wait for the answer.
@@ -172,9 +172,9 @@ class Witnessed(StepObserver):
     def _waits(self) -> bool:
         return self._guard.mode == "strict" or self._job.device.type == "cuda"
 
-    def _hear(self, is_end: bool) -> None:
-        """Let rank 0 tell all ranks, message by message, what witnesses have found."""
-        messages = self._messages(is_end)
+    def _hear(self, is_end: bool = False, stops: bool = False) -> None:
+        """Let rank 0 tell all ranks, message by message, what witnesses have found; a stop waits for none."""
+        messages = self._messages(is_end, stops)
         while self._is_on:
             with self._guard.timed(_KIND):
                 told = next(messages, None) if self._job.is_first else None
@@ -188,14 +188,14 @@ class Witnessed(StepObserver):
                         raise Finding(said)
                     self._job.console.say(f"witness: {said}")
 
-    def _messages(self, is_end: bool) -> Iterator[list[Testimony]]:
+    def _messages(self, is_end: bool, stops: bool) -> Iterator[list[Testimony]]:
         """What witnesses have found; an empty list now and then while one is waited for (rank 0)."""
         job, waits = self._job, is_end or self._waits
         seconds = min(_POLL_SECONDS, job.options.timeout / 4) if waits else 0.0
         while waits and self._saving.is_writing(seconds):  # it may be the checkpoint to repeat from
             yield []
         while True:
-            if waits and job.stop.requested:
+            if waits and (stops or job.stop.requested):
                 if is_end:
                     yield [Testimony("none: the run was asked to stop")]
                 return

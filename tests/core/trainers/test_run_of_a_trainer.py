@@ -173,6 +173,21 @@ def test_ranks_that_only_make_room_save_nothing() -> None:
         assert (trainer.state.step, trainer.saving.newest_step) == (1, 0)
 
 
+def test_a_stop_that_is_asked_for_after_the_update_is_met_although_room_is_to_be_made() -> None:
+    stop = StopRequest()
+    with trainer_of(experiment(), collectives=MakesRoom(is_other_asked=False), stop=stop) as trainer:
+        save = trainer.loop.observers.settle
+
+        def ask_then_save(batch: StepBatch) -> None:
+            stop.reason = "SIGTERM"
+            save(batch)
+
+        trainer.loop.observers.settle = ask_then_save  # type: ignore[method-assign]
+        with pytest.raises(Stopped, match="SIGTERM"):
+            trainer.train()
+        assert trainer.state.step == trainer.saving.newest_step == 2
+
+
 def test_an_evaluation_as_good_as_the_best_is_not_a_better_one() -> None:
     with trainer_of(experiment()) as trainer:
         state, found = trainer.state, []

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ddp_core.base.errors import UserError
+from ddp_core.observe.step import StepBatch
 from ddp_core.trainers import witness
 from ddp_core.trainers.job import RunAccess
 from ddp_core.trainers.steps import Steps
@@ -78,13 +79,13 @@ class Run:
         slow, self.is_slow = self.is_slow, self.is_slow and not seconds
         return slow
 
-    def train(self, steps: int) -> None:
+    def train(self, steps: int, stops: bool = False) -> None:
         for _ in range(steps):
             self.now += 12.0
             self.state.step += 1
             self.witnessed.after_step(None)  # type: ignore[arg-type]
             if self.state.step % 5 == 0:
-                self.witnessed.settle(None)  # type: ignore[arg-type]
+                self.witnessed.settle(StepBatch(self.state.step - 1, 0, 1, [], [], [], stops=stops))
                 self.saving.newest_step = self.state.step
 
 
@@ -126,6 +127,12 @@ def test_strict_repeats_each_save_before_the_next_one(monkeypatch: pytest.Monkey
     assert run.played.asked == [(5, [6, 7]), (10, [11, 12]), (15, [16, 17])]
     run.witnessed.end()
     assert len(run.played.asked) == 3, "no step came after the last save"
+
+
+def test_a_stop_that_another_rank_was_asked_for_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("strict", monkeypatch)
+    run.train(10, stops=True)
+    assert run.played.asked == []
 
 
 def test_no_step_is_noted_after_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
