@@ -1,0 +1,85 @@
+"""The plugin of `make test-rotation`: which slow tests run, and on which day each has last passed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import HANG, ROOT
+
+TODAY, LONG_AGO = date.today().isoformat(), "2020-01-01"
+
+TESTS = """
+import time
+def test_first(): time.sleep({sleeps})
+def test_second(): pass
+def test_broken(): assert False
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_it.py").write_text(TESTS.format(sleeps=0))
+    return tmp_path
+
+
+def rotate(project: Path, passed: dict[str, str], *words: str, begun: str = TODAY) -> tuple[int, str, dict[str, str]]:
+    """Run the tests of a project; returns the exit code, the output, and the days written down."""
+    days = project / "tests" / "rotation.json"
+    days.write_text(
+        json.dumps({"begun": begun, "passed": {f"test_it.py::{name}": day for name, day in passed.items()}})
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.rotation", "-p", "no:cacheprovider", "-v", *words]
+    done = subprocess.run(
+        command,
+        cwd=project,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+    written = json.loads(days.read_text())["passed"]
+    return done.returncode, done.stdout, {test.removeprefix("test_it.py::"): day for test, day in written.items()}
+
+
+def test_a_test_that_passes_has_the_day_and_one_that_fails_loses_it(project: Path) -> None:
+    code, output, days = rotate(project, {"test_broken": "2026-01-01", "test_gone": TODAY})
+    assert code == 1
+    assert days == {"test_first": TODAY, "test_second": TODAY}
+    assert "3 slow tests, 0 of them without a day" in output
+
+
+def test_what_has_not_run_for_longest_comes_first_and_none_begins_after_the_time(project: Path) -> None:
+    (project / "test_it.py").write_text(TESTS.format(sleeps=2))
+    known = {"test_second": TODAY, "test_broken": TODAY}
+    code, _, days = rotate(project, known, "--rotation-seconds", "1", begun="2026-01-01")
+    assert days == known | {"test_first": TODAY}
+    assert code == 0
+
+
+def test_an_overdue_test_fails_the_session_and_is_named(project: Path) -> None:
+    known = {"test_first": TODAY, "test_second": LONG_AGO}
+    code, output, _ = rotate(project, known, "--rotation-seconds", "-1")
+    assert code == 1
+    assert f"has not passed since {LONG_AGO}: test_it.py::test_second" in output
+
+
+def test_slices_have_each_test_once(project: Path) -> None:
+    (project / "test_it.py").write_text("\n".join(f"def test_{number}(): pass" for number in range(20)))
+    slices = [rotate(project, {}, "--rotation-slice", f"{k}/3")[2].keys() for k in (1, 2, 3)]
+    assert sorted(test for names in slices for test in names) == sorted(f"test_{number}" for number in range(20))
+
+
+def test_files_that_were_not_collected_keep_their_days(project: Path) -> None:
+    (project / "test_other.py").write_text("def test_other(): pass")
+    _, _, days = rotate(project, {"test_second": "2026-01-01"}, "test_other.py")
+    assert days == {"test_second": "2026-01-01", "test_other.py::test_other": TODAY}
