@@ -83,18 +83,26 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_goes_on_with_any_other_shard_mode(tmp_path: Path, undisturbed: Path) -> None:
-    kill_at(tmp_path, 7, *WORDS, "--shard", "optimizer", ranks=3)
-    kill_at(tmp_path, 12, *WORDS, "--shard", "gradients", ranks=2)
-    kill_at(tmp_path, 18, *WORDS, ranks=2)
-    kill_at(tmp_path, 23, *WORDS, "--shard", "parameters", ranks=3)
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param([(7, "parameters", 3)], id="one"),
+        pytest.param(
+            [(7, "optimizer", 3), (12, "gradients", 2), (18, "none", 2), (23, "parameters", 3)],
+            marks=pytest.mark.slow,
+            id="all",
+        ),
+    ],
+)
+def test_a_run_goes_on_with_any_other_shard_mode(
+    tmp_path: Path, undisturbed: Path, kills: list[tuple[int, str, int]]
+) -> None:
+    for step, shard, ranks in kills:
+        kill_at(tmp_path, step, *WORDS, "--shard", shard, ranks=ranks)
     record = train(tmp_path, *WORDS, "--resume", "auto")
     check_whole(tmp_path, undisturbed, record)
-    assert [attempt["layout"]["shard"] for attempt in record["attempts"]] == [
-        *("optimizer", "gradients", "none", "parameters", "none")
-    ]
+    assert [attempt["layout"]["shard"] for attempt in record["attempts"]] == [*(shard for _, shard, _ in kills), "none"]
 
 
 @pytest.mark.slow

@@ -16,10 +16,13 @@ import pytest
 from ddp_core.distributed.world import free_port
 from tests.support.commands import trained
 from tests.support.emulation import PATIENCE, emulated, needs_emulator, on_each_cpu, output_of, start
+from tools.emulation import CPUS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE)]
+pytestmark = pytest.mark.timeout(3 * PATIENCE)
 
 STEPS = 4
+QUICK = "EPYC-Rome-v2"
+"""The emulated CPU of the one case that is no slow test: half a minute."""
 
 
 def words(output: Path, *more: str) -> list[str]:
@@ -48,12 +51,13 @@ def here() -> tuple[str, str]:
 
 
 @needs_emulator
-@on_each_cpu
+@pytest.mark.parametrize("cpu", [pytest.param(cpu, marks=[pytest.mark.slow] * (cpu != QUICK)) for cpu in CPUS])
 def test_digits_ends_alike_on_an_emulated_cpu(cpu: str, tmp_path: Path) -> None:
     output_of(emulated(cpu, *words(tmp_path)))
     assert ended(tmp_path) == here()
 
 
+@pytest.mark.slow
 @needs_emulator
 @on_each_cpu
 def test_a_run_of_an_emulated_cpu_is_audited_on_this_one(cpu: str, tmp_path: Path) -> None:
@@ -63,6 +67,7 @@ def test_a_run_of_an_emulated_cpu_is_audited_on_this_one(cpu: str, tmp_path: Pat
     assert said.endswith("passed: what was looked at is what the record says\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hints",
     [
@@ -79,6 +84,7 @@ def test_hints_to_libraries_do_not_change_the_bits(hints: dict[str, str]) -> Non
     assert alone(hints) == here()
 
 
+@pytest.mark.slow
 @needs_emulator
 def test_one_rank_here_and_one_on_an_emulated_cpu_end_as_a_single_process_does(tmp_path: Path) -> None:
     port = free_port()
