@@ -174,7 +174,7 @@ COPY . .
 ENV HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis
 USER ddp
 HEALTHCHECK NONE
-CMD ["pytest", "@tests/fast.args", "-p", "no:cacheprovider"]
+CMD ["pytest", "@tests/quick.args", "-p", "no:cacheprovider"]
 
 
 # The runtime image plus the tool that lists its contents: tools/sbom.py runs it.

@@ -13,6 +13,9 @@ SEED ?=
 RELEASE ?=
 # `make soak ROUNDS=5`
 ROUNDS ?= 20
+# `make test-rotation SECONDS=240`, SLICE=3/7, or SLICE=today: another seventh on each day of the week
+SECONDS ?= 1000000
+SLICE ?= 1/1
 # `make test-foreign WORKERS=2`: so many of other people's models at a time; of `make portable-runs`, trainings.
 WORKERS ?= 1
 # Further options of `ddp train`, such as OPTIONS="--set epochs=2".
@@ -40,7 +43,7 @@ version_tags = $(VERSION) $(if $(filter false,$(GIT_DIRTY)),$(VERSION)-$(shell g
 tag_image = [ -n "$$IMAGE_TAG" ] || for tag in $(version_tags); do docker tag $(1):latest $(1):$$tag; done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-cpu image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign soak test-docker test-cluster test-gpu gpu-check test-all lint compare verify-layouts chaos claims report site portable-digests portable-runs uv-lock dist sbom sbom-cpu clean
+.PHONY: help setup cpu-cluster up image image-cpu image-test test test-full test-rotation test-oldest test-newest test-pythons test-extras test-streams test-foreign soak test-docker test-cluster test-gpu gpu-check test-all lint compare verify-layouts chaos claims report site portable-digests portable-runs uv-lock dist sbom sbom-cpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,24 +74,31 @@ image-cpu: setup ## Build the image with torch for the CPU (all other services),
 image-test: setup
 	docker compose build test
 
-test: setup ## Fast tests: no Docker, no network, some minutes
-	$(NO_GPU) $(BIN)/python -m pytest @tests/fast.args
+test: setup ## Quick tests: no Docker, no network, three minutes on two cores
+	$(NO_GPU) $(BIN)/python -m pytest @tests/quick.args
 
-test-oldest: setup ## The fast tests on the oldest torch that pyproject.toml admits
+test-full: setup ## The quick tests, and all others that need no more than .venv and take seconds
+	$(NO_GPU) $(BIN)/python -m pytest @tests/full.args
+
+test-rotation: setup ## Slow tests, longest unrun first: SECONDS=240, or SLICE=3/7; fails where one has not passed for two weeks
+	$(NO_GPU) $(BIN)/python -m pytest -p tests.support.rotation -m "slow and not gpu and not gpu2" \
+	  --rotation-seconds $(SECONDS) --rotation-slice $(SLICE)
+
+test-oldest: setup ## The full tests on the oldest torch that pyproject.toml admits
 	@$(BIN)/python tools/other_environment.py .venv-oldest --torch oldest
-	$(NO_GPU) .venv-oldest/bin/python -m pytest @tests/fast.args
+	$(NO_GPU) .venv-oldest/bin/python -m pytest @tests/full.args
 
-test-newest: setup ## The fast tests on the newest torch that pip finds, admitted or not, or on RELEASE=2.14.1
+test-newest: setup ## The full tests on the newest torch that pip finds, admitted or not, or on RELEASE=2.14.1
 	@$(BIN)/python tools/other_environment.py .venv-newest --torch $(or $(RELEASE),newest)
-	$(NO_GPU) .venv-newest/bin/python -m pytest @tests/fast.args
+	$(NO_GPU) .venv-newest/bin/python -m pytest @tests/full.args
 
-test-pythons: setup ## The fast tests on the other Pythons, 3.11 to 3.13, that are installed here; says which are not
+test-pythons: setup ## The full tests on the other Pythons, 3.11 to 3.13, that are installed here; says which are not
 	@for version in 3.11 3.12 3.13; do python=python$$version; \
 	  if $(BIN)/$$python -c '' 2>/dev/null; then continue; fi; \
 	  if ! $$python -c 'import venv, ensurepip' 2>/dev/null; then \
 	    echo "test-pythons: skipped Python $$version, which is not installed here"; continue; fi; \
 	  $(BIN)/python tools/other_environment.py .venv-$$version --python $$python && \
-	  $(NO_GPU) .venv-$$version/bin/python -m pytest @tests/fast.args || exit 1; done
+	  $(NO_GPU) .venv-$$version/bin/python -m pytest @tests/full.args || exit 1; done
 
 test-extras: setup ## The tests that need other people's packages (peers, foreign, …), installed into .venv
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,pages,schemas,packaging,workflows,site,uv]' -e packages/lab
@@ -114,7 +124,7 @@ soak: setup ## Run the distributed and fault tests ROUNDS=20 times, each time be
 	@loops=; trap 'kill $$loops' EXIT; trap 'exit 130' INT TERM; \
 	for core in $$(seq $$(nproc)); do while :; do :; done & loops="$$loops $$!"; done; \
 	for round in $$(seq $(ROUNDS)); do echo "round $$round"; \
-	  $(NO_GPU) $(BIN)/python -m pytest @tests/fast.args tests/distributed tests/faults tests/core/launch || failed=1; \
+	  $(NO_GPU) $(BIN)/python -m pytest @tests/full.args tests/distributed tests/faults tests/core/launch || failed=1; \
 	done; exit $${failed:-0}
 
 test-docker: setup image image-cpu image-test ## Build the images and run every layout and the cluster in containers

@@ -18,6 +18,7 @@ import pytest
 
 from ddp_core.numerics.limits import LIMITS
 from ddp_core.record.environment import describe_code
+from tests.support.tiers import FULL_FOLDERS
 
 # With more threads than cores, ranks would wait for each other. Results are compared on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -50,6 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Know the marker of pytest-timeout where that is missing: `make gpu-check` runs with what there is."""
     if not config.pluginmanager.has_plugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): needs pytest-timeout")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark as `full` what lies in a folder whose tests no change of ddp_core should wait for."""
+    if item.nodeid.startswith(FULL_FOLDERS):
+        item.add_marker("full")
 
 
 @pytest.hookimpl(trylast=True)

@@ -75,6 +75,7 @@ def test_data_that_cannot_be_dealt_is_refused() -> None:
         deal(DataLoader(DATA, 5, sampler=WholeSteps(DATA, 30)), 6, 0, 0, 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("adapter", "package"),
     [

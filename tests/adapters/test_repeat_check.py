@@ -142,6 +142,7 @@ def test_hidden_state_is_found_on_one_process(model: type[Net], what: str) -> No
     assert "when rank 0 of 1 computes it again" in said
 
 
+@pytest.mark.full
 def test_what_depends_on_the_rank_is_found_on_all_ranks() -> None:
     said = {words for words, _ in run_processes(end_of_rank, 2, OfRank)}
     assert len(said) == 1

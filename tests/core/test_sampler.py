@@ -148,6 +148,7 @@ def test_lengths_out_of_range_are_refused(length: int) -> None:
         Permutation(length, (0,))
 
 
+@pytest.mark.full
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 60_000), st.integers(0, 5), st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1), st.floats(0, 1)))

@@ -38,6 +38,7 @@ def refusal(output: Path, *words: str) -> str:
     return ended.errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [
@@ -54,6 +55,7 @@ def test_it_ends_with_the_same_bits_on_three_layouts(tmp_path: Path, name: str) 
     assert found == [found[0]] * 3
 
 
+@pytest.mark.full
 def test_what_is_trained_changes_with_the_callback(tmp_path: Path) -> None:
     ends = []
     for steps in (1, 2, 4, 8):
@@ -66,6 +68,7 @@ def test_what_is_trained_changes_with_the_callback(tmp_path: Path) -> None:
     assert changed == [[False, True, True], [True, True, True], [True, False, True]]
 
 
+@pytest.mark.full
 def test_a_resumed_run_trains_what_the_killed_one_did(tmp_path: Path) -> None:
     expected = digests(train(tmp_path / "whole", *kind("usual")))
     words = [*kind("usual"), "--checkpoint-every", "3"]
@@ -76,6 +79,7 @@ def test_a_resumed_run_trains_what_the_killed_one_did(tmp_path: Path) -> None:
     assert digests(record) == expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -102,6 +106,7 @@ def test_a_forward_that_unfreezes_is_refused(tmp_path: Path, layout: tuple[str, 
     assert "first.weight and 1 more are trained now" in said
 
 
+@pytest.mark.full
 def test_a_change_that_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     said = refusal(tmp_path, *kind("rank 0 alone"), *DDP)
     assert "step 3, rank 0 (node 0): first.weight and 1 more are trained now, and not the same on all ranks" in said
@@ -109,6 +114,7 @@ def test_a_change_that_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     assert "first.weight is trained now, but no group of the optimizer has it" in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "shard", [mode if mode == "parameters" else pytest.param(mode, marks=pytest.mark.slow) for mode in SHARD_MODES]
 )
@@ -118,6 +124,7 @@ def test_shards_refuse_a_change(tmp_path: Path, shard: str) -> None:
     assert f"first.weight and 1 more are trained now, and --shard {shard} has cut what was trained at first" in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["clamp", pytest.param("out of reach", marks=pytest.mark.slow)])
 def test_a_forward_that_writes_the_same_everywhere_is_accepted(tmp_path: Path, name: str) -> None:
     found = [
@@ -177,6 +184,7 @@ def test_a_forward_that_changes_weights_again_in_each_micro_batch_is_refused(
     assert "forward changes the parameter last.weight in one micro-batch otherwise than in the one before it" in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["clamp in evaluation", *(pytest.param(each, marks=pytest.mark.slow) for each in ("clamp",))]
 )
@@ -194,6 +202,7 @@ def test_a_write_in_evaluation_is_the_same_on_ranks_without_a_batch(tmp_path: Pa
     assert found == [found[0]] * 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [(), DDP], ids=["single", "ddp"])
 def test_a_write_in_evaluation_to_the_rows_of_its_samples_is_refused(tmp_path: Path, layout: tuple[str, ...]) -> None:
     held_out = ("--set", "data.held_out=5", "--set", "evaluation.samples_per_batch=4")
@@ -214,6 +223,7 @@ def test_a_write_is_the_same_where_the_last_step_has_no_micro_batch_for_a_rank(t
     assert found == [found[0]] * 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "settings", "when"),
     [

@@ -51,12 +51,14 @@ def test_the_record_tells_where_and_why_it_ended(alone: tuple[Run, tuple[Any, ..
     assert found["ended_early"] == run.ended_early
 
 
+@pytest.mark.full
 def test_patience_survives_a_kill_and_another_layout(alone: tuple[Run, tuple[Any, ...]], tmp_path: Path) -> None:
     killed = ddp("train", STOPS, "--device", "cpu", "--output", tmp_path, "--synchronous-save", "--fault", "kill@10")
     assert killed.code == -9
     assert ended(train(tmp_path, STOPS, "--resume", "auto", ranks=2)) == alone[1]
 
 
+@pytest.mark.full
 def test_what_one_rank_alone_asks_for_is_refused(tmp_path: Path) -> None:
     found = refused(tmp_path, "rank 1", *DDP)
     assert "OnRankOne asked to end the run on rank 1 of 2 alone (rank 1 has had enough)" in found.errors

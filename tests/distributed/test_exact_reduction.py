@@ -76,6 +76,7 @@ def test_no_communication_thread_is_left(world_size: int) -> None:
     assert [result["threads"] for result in results(world_size)] == [[]] * world_size
 
 
+@pytest.mark.full
 def test_negative_controls_end_with_other_digests() -> None:
     exact, *others = run_processes(cases.controls, 3)[0]
     assert exact == reference("sgd")
@@ -133,6 +134,7 @@ def test_ranks_that_do_not_agree_are_refused_everywhere() -> None:
         assert part in message
 
 
+@pytest.mark.full
 def test_the_documents_loop_prints_one_digest_alone_and_on_three_ranks() -> None:
     pages = (EXPLANATION.read_text(), HOW_TO.read_text())
     (sums,), (loop,) = (re.findall(r"```python\n(.*?)```", page, re.DOTALL) for page in pages)

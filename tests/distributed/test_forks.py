@@ -44,6 +44,7 @@ def refused(output: Path, *words: str, code: int = 2) -> str:
     return ended.errors
 
 
+@pytest.mark.full
 def test_the_record_names_the_parent(parent: Path, child: tuple[Path, tuple[str, str]]) -> None:
     run = Run(child[0])
     fork = run.record["forked_from"]
@@ -61,6 +62,7 @@ def test_a_fork_without_changes_ends_as_its_parent(parent: Path, tmp_path: Path)
     assert digests(train(tmp_path, *WORDS, "--fork", str(parent), "--at", "10")) == digests(Run(parent).record)
 
 
+@pytest.mark.full
 def test_a_killed_fork_is_continued_on_another_layout(
     parent: Path, child: tuple[Path, tuple[str, str]], tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def test_three_ranks_end_with_the_state_of_one_process() -> None:
     assert found.whole == [1, 1, 1], "no block is whole while another is used"
 
 
+@pytest.mark.full
 def test_a_torch_before_2_13_ends_with_the_state_of_one_process() -> None:
     names = ("sometimes unused",)
     found = run_processes(cases.everything_before_2_13, 2, names)[0]["digests"]

@@ -21,6 +21,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "ranks"),
     [
@@ -39,6 +40,7 @@ def test_they_are_the_same_on_every_layout(
     assert train(tmp_path, *WORDS, *words, ranks=ranks)["kept"] == kept
 
 
+@pytest.mark.full
 def test_a_resumed_run_goes_on_keeping_them_and_needs_no_option_for_that(tmp_path: Path, kept: dict[str, Any]) -> None:
     words = ("--synchronous-save", "--fault", "kill@14")
     assert ddp("train", *WORDS, *words, "--device", "cpu", "--output", tmp_path).code == -9

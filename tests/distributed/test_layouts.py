@@ -119,6 +119,7 @@ def train_on_two_nodes(output: Path, *words: str) -> None:
         assert rendezvous.end().code == 0
 
 
+@pytest.mark.full
 def test_every_layout_sees_the_same_samples_at_every_step(toy_runs: dict[str, Path]) -> None:
     reference = ids_by_step(toy_runs["single"])
     assert sorted(reference) == [1, 2, 3, 4]
@@ -194,6 +195,7 @@ def test_plain_reduction_takes_every_option_and_hook(tmp_path: Path) -> None:
         assert result["train_loss"] == pytest.approx(alone["result"]["train_loss"], rel=tolerance), name
 
 
+@pytest.mark.full
 def test_plain_reduction_ends_with_one_average_of_batch_norm_statistics(tmp_path: Path) -> None:
     # Each rank's statistics are its own; ranks that end with different buffers are told to report a bug.
     words = ["digits", "--reduction", "plain", "--set", "max_steps=2", "--set", "ema_decay=0.9"]

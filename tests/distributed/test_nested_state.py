@@ -19,6 +19,7 @@ def digests(output: Path) -> tuple[str, str]:
     return record["weights_sha256"], record["optimizer_sha256"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "shard"),
     [
@@ -45,6 +46,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, kind: str, s
     assert digests(tmp_path / "cut") == digests(tmp_path / "whole")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", [(), (*DDP, "--shard", "optimizer")], ids=["single", "cut"])
 def test_state_that_no_checkpoint_can_hold_is_refused(words: tuple[str, ...], tmp_path: Path) -> None:
     ended = ddp("train", NESTED, "--device", "cpu", *words, "--output", tmp_path, env={"KIND": "object"})

@@ -21,6 +21,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return train(tmp_path_factory.mktemp("alone"), *WORDS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [("ddp",), pytest.param(("ddp", "--launcher", "spawn"), marks=pytest.mark.slow), ("dp",)],

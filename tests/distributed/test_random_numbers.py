@@ -28,6 +28,7 @@ def figures(output: Path) -> dict[str, float]:
     return {name: found[name] for name in ("test_drawn", "test_loss", "test_accuracy")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "count"),
     [("dp", 2), pytest.param("ddp", 2, marks=pytest.mark.slow), pytest.param("ddp", 3, marks=pytest.mark.slow)],
@@ -36,6 +37,7 @@ def test_what_is_drawn_is_the_same_on_every_layout(kind: str, count: int, tmp_pa
     assert digests(CASES, tmp_path, kind, count) == alone()
 
 
+@pytest.mark.full
 def test_figures_that_are_drawn_are_the_same_on_every_layout(tmp_path: Path) -> None:
     train(tmp_path / "single", *CASES["metrics"])
     train(tmp_path / "ddp", *CASES["metrics"], ranks=2)
@@ -51,6 +53,7 @@ def test_a_run_that_was_killed_draws_on_as_if_it_never_was(name: str, tmp_path: 
     killed_and_resumed(name, tmp_path)
 
 
+@pytest.mark.full
 def test_a_forward_that_draws_is_killed_and_resumed_on_another_layout(tmp_path: Path) -> None:
     killed_and_resumed("forward", tmp_path)
 
@@ -63,6 +66,7 @@ def killed_and_resumed(name: str, output: Path) -> None:
     assert (record["weights_sha256"], record["optimizer_sha256"]) == alone()[name]
 
 
+@pytest.mark.full
 def test_an_optimizer_that_draws_is_refused_under_shards(tmp_path: Path) -> None:
     words = ["train", *CASES["optimizer"], "--layout", "ddp", "--nproc-per-node", "2", "--shard", "optimizer"]
     ended = ddp(*words, "--device", "cpu", "--output", tmp_path)

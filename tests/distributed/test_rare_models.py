@@ -100,6 +100,7 @@ def ends(output: Path, kind: str, *words: str) -> tuple[str, list[Any]]:
     return record["weights_sha256"], [each["loss"] for each in steps if each["kind"] == "step"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", [RANKS, ("--workers", "1")])
 def test_float64_and_memory_of_numpys_end_alike(tmp_path: Path, words: tuple[str, ...]) -> None:
     every = ("--log-every", "1")
@@ -115,12 +116,14 @@ def test_a_complex_parameter_is_refused_on_several_ranks(tmp_path: Path) -> None
     assert "scale is complex, and ranks exchange real gradients alone" in ended.errors
 
 
+@pytest.mark.full
 def test_a_parameter_that_a_function_gives_no_gradient_is_left_alone(tmp_path: Path) -> None:
     alone = ends(tmp_path / "alone", "no gradient")
     assert ends(tmp_path / "ranks", "no gradient", *RANKS) == alone
     assert ends(tmp_path / "set", "no gradient", *RANKS, *UNUSED) == alone
 
 
+@pytest.mark.full
 def test_a_parameter_that_some_micro_batches_leave_out_needs_no_setting_or_is_named(tmp_path: Path) -> None:
     alone = ends(tmp_path / "alone", "sometimes")
     assert ends(tmp_path / "ranks", "sometimes", *RANKS) == alone

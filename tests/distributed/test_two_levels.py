@@ -20,6 +20,7 @@ def results(thorough: bool) -> list[dict[str, Any]]:
     return run_processes(level_cases.everything, 6, thorough)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("thorough", EXTENTS)
 def test_sums_over_nodes_of_any_shape_equal_the_tree_of_one_process(thorough: bool) -> None:
     assert [result["wrong"] for result in results(thorough)] == [[]] * 6
@@ -32,6 +33,7 @@ def test_trainings_on_nodes_of_any_shape_end_with_the_digest_of_one_process(thor
         assert found == {reference(name)}, (world, way)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "thorough"),
     [("1 + 2", False), *(pytest.param(world, True, marks=pytest.mark.slow) for world in ("2 x 2", "3 + 1 + 2"))],
@@ -50,6 +52,7 @@ def test_no_communication_thread_is_left() -> None:
     assert [result["threads"] for result in results(False)] == [[]] * 6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", ["2 x 2", "3 x 2"])
 def test_sums_in_two_levels_send_out_of_a_node_what_a_ring_sends(world: str) -> None:
     nodes, elements = level_cases.WORLDS[world], 3 << 17

@@ -178,6 +178,7 @@ def alone(name: str) -> str | None:
         return train(name, Path(folder))[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "shard"),
     [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],

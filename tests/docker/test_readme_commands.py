@@ -23,7 +23,7 @@ NO_GPU = not Path("/proc/driver/nvidia").exists()
 ON_GPUS = "docker compose up ddp-4gpu"
 WHOLE_SUITE = "docker compose run --rm test"
 ON_THE_IMAGE = (
-    " pytest @tests/fast.args -p no:cacheprovider tests/core/run tests/core/record tests/core/launch tests/distributed"
+    " pytest @tests/quick.args -p no:cacheprovider tests/core/run tests/core/record tests/core/launch tests/distributed"
 )
 """Words behind WHOLE_SUITE that choose the tests of what an image may change: processes, files, installed packages."""
 COMMANDS = re.findall(
@@ -109,7 +109,7 @@ def test_an_image_that_was_built_without_make_says_that_its_commit_is_unknown(cl
 
 @pytest.mark.timeout(2500)
 @pytest.mark.parametrize("words", [ON_THE_IMAGE, pytest.param("", marks=pytest.mark.slow)], ids=["a part", "all"])
-def test_the_fast_tests_pass(clone: Clone, words: str) -> None:
+def test_the_quick_tests_pass(clone: Clone, words: str) -> None:
     done = clone.run(f"{WHOLE_SUITE}{words}", timeout=2400)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     assert " passed" in done.stdout

@@ -69,6 +69,7 @@ def test_a_hook_on_a_gradient_ends() -> None:
     assert model.bias.grad == 2.5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "shard"),
     [
@@ -90,6 +91,7 @@ def test_a_flipped_weight_shows_in_the_final_weights(tmp_path: Path, undisturbed
     assert digest_of(tmp_path, "flipweight@8", layout="single") != undisturbed
 
 
+@pytest.mark.full
 def test_a_flip_in_one_gradient_happens_once_in_a_run_directory(tmp_path: Path, undisturbed: str) -> None:
     words = ("--guard", "off", "--checkpoint-every", 2, "--max-restarts", 1)
     ended = flipped(tmp_path, "flip@3", "exit@3:1", words=words)
@@ -98,11 +100,13 @@ def test_a_flip_in_one_gradient_happens_once_in_a_run_directory(tmp_path: Path, 
     assert record["weights_sha256"] == undisturbed, "step 3 was repeated without it"
 
 
+@pytest.mark.full
 def test_a_flip_hits_one_replica_of_dp(tmp_path: Path) -> None:
     """Both layouts compute each micro-batch's gradient once, so the same ones are flipped: those of the first half."""
     assert digest_of(tmp_path / "dp", "flip@3+", layout="dp") == digest_of(tmp_path / "ddp", "flip@3+:0", layout="ddp")
 
 
+@pytest.mark.full
 def test_a_flipped_weight_is_found_before_the_next_save(tmp_path: Path) -> None:
     ended = flipped(tmp_path, "flipweight@3:1", words=("--checkpoint-every", 2))
     assert ended.code == ExitCode.BAD_INPUT

@@ -114,6 +114,7 @@ NOBODY = "what nobody foresaw"
 FOREIGN = file("foreign_code")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("off", "words", "env"),
     [

@@ -114,7 +114,7 @@ def check_memberships(directory: RunDirectory, record: dict[str, Any]) -> None:
     "kills",
     [
         pytest.param(["1.0 update 10"], id="in-the-update"),
-        pytest.param(["0.0 updated 16"], id="rank-0-before-it-tells-of-an-epoch"),
+        pytest.param(["0.0 updated 16"], id="rank-0-before-it-tells-of-an-epoch", marks=pytest.mark.full),
         pytest.param(["1.0 forward 20"], id="before-the-exchange", marks=pytest.mark.slow),
         pytest.param(["2.0 backward 22"], id="in-backward", marks=pytest.mark.slow),
         pytest.param(["1.0 later 31"], id="at-any-moment", marks=pytest.mark.slow),
@@ -255,6 +255,7 @@ def test_each_process_reads_the_data_once_and_a_new_one_before_it_joins(tmp_path
     assert "1 file" in digested
 
 
+@pytest.mark.full
 def test_with_shards_all_start_again_and_the_user_is_told(tmp_path: Path) -> None:
     words = ["--recovery", "live", "--shard", "optimizer", "--fault", "kill@6:1", "--set", "epochs=2"]
     ended = ddp(*train_words(tmp_path / "run", *words))

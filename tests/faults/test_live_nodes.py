@@ -74,6 +74,7 @@ def check_live(output: Path, ended: Sequence[Ended], digest: str) -> dict[str, A
     return record
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [pytest.param(0), pytest.param(2, marks=pytest.mark.slow)])
 def test_a_node_is_lost(tmp_path: Path, digest: str, rank: int) -> None:
     watch = Watch(tmp_path)
@@ -109,6 +110,7 @@ def test_two_nodes_are_lost_at_once(tmp_path: Path, digest: str, lost: tuple[int
     check_live(tmp_path, ended, digest)
 
 
+@pytest.mark.full
 def test_a_worker_of_one_of_two_nodes_is_lost(tmp_path: Path, digest: str) -> None:
     watch = Watch(tmp_path)
     with live_nodes(2, tmp_path, *LIVE, ranks=2) as (launches, _, _):
@@ -125,6 +127,7 @@ def test_a_worker_of_one_of_two_nodes_is_lost(tmp_path: Path, digest: str) -> No
     assert shapes == [(2, 2), (3, 1), (2, 2)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_node_that_is_asked_to_leave_hands_over(tmp_path: Path, digest: str, rank: int) -> None:
     watch = Watch(tmp_path)
@@ -163,6 +166,7 @@ def test_all_nodes_are_asked_to_leave_and_stop_together(tmp_path: Path, digest: 
     check_done(tmp_path, ended, digest)
 
 
+@pytest.mark.full
 def test_a_node_comes(tmp_path: Path, digest: str) -> None:
     watch = Watch(tmp_path)
     with live_nodes(2, tmp_path, *LIVE, most=3) as (launches, start, _):
@@ -268,6 +272,7 @@ def lose(store: Store, launches: Sequence[Launch]) -> None:
     wait_until(lambda: all("train on without it" in launch.errors() for launch in launches), HANG, "the loss is seen")
 
 
+@pytest.mark.full
 def test_without_the_rendezvous_the_ranks_train_on_and_it_comes_back(tmp_path: Path, digest: str) -> None:
     watch = Watch(tmp_path)
     with live_nodes(2, tmp_path, *LIVE, most=3) as (launches, start, store):

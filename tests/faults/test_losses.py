@@ -32,6 +32,7 @@ PAUSE = 0.002
 RESTART = ("--recovery", "restart")
 
 
+@pytest.mark.full
 def test_a_killed_worker_is_replaced(tmp_path: Path, digest: str) -> None:
     watch = Watch(tmp_path)
     with Launch(*train_words(tmp_path, *RESTART, "--fault", "kill@30:1"), pause=PAUSE) as launch:
@@ -53,6 +54,7 @@ def test_a_killed_worker_is_replaced(tmp_path: Path, digest: str) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_killed_worker_is_named_where_its_peer_left_sooner(tmp_path: Path, digest: str) -> None:
     file = Path(DOTS).with_name("dots_dying_slowly.py")
     ended = ddp(*train_words(tmp_path, *RESTART, experiment=file), timeout=HANG)
@@ -111,6 +113,7 @@ def test_a_killed_worker_that_had_the_only_copy_of_a_part_is_replaced(
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("when", ["while it trains", pytest.param("while it starts", marks=pytest.mark.slow)])
 def test_workers_leave_with_their_launcher(tmp_path: Path, digest: str, when: str) -> None:
     with Launch(*train_words(tmp_path), pause=0.1) as launch:
@@ -176,6 +179,7 @@ def test_a_stopped_worker_that_had_the_only_copy_of_a_part_is_replaced(
     )
 
 
+@pytest.mark.full
 def test_an_exception_is_told_once_by_the_rank_that_raised(tmp_path: Path, digest: str) -> None:
     started = time.monotonic()
     with Launch(*train_words(tmp_path, "--fault", "raise@13:1")) as launch:

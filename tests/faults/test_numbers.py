@@ -23,6 +23,7 @@ from tests.support.layout_cases import digests
 WORDS = ["train", DOTS, "--layout", "ddp", "--device", "cpu", "--checkpoint-every", "4"]
 
 
+@pytest.mark.full
 def test_a_nan_on_one_rank_stops_all_before_the_update(tmp_path: Path, digest: str) -> None:
     answers = run_workers([*WORDS, "--output", str(tmp_path), "--fault", "nan@11:1"], 2)
     assert [answer.code for answer in answers] == [5, 5]

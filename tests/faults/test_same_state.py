@@ -14,6 +14,7 @@ from tests.support.commands import ddp
 FILE = Path(__file__).parents[1] / "support" / "experiment_files" / "one_rank_alone.py"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changed", "ranks", "name", "where"),
     [
@@ -37,6 +38,7 @@ def test_the_first_tensor_that_differs_is_named_and_nothing_is_saved(
     assert record["exit_code"] == ExitCode.BAD_INPUT
 
 
+@pytest.mark.full
 def test_optimizer_state_that_no_update_has_used_yet_is_compared(tmp_path: Path) -> None:
     words = ["train", FILE, "--layout", "ddp", "--device", "cpu", "--nproc-per-node", 3, "--output", tmp_path]
     ended = ddp(*words, "--checkpoint-every", 3, "--max-restarts", 0, env={"CHANGED": "momentum"})
@@ -51,12 +53,14 @@ each_shard = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.full
 @each_shard
 def test_what_is_cut_among_ranks_is_not_compared(tmp_path: Path, shard: str) -> None:
     words = ["train", FILE, "--layout", "ddp", "--device", "cpu", "--nproc-per-node", 2, "--output", tmp_path]
     assert ddp(*words, "--shard", shard, "--checkpoint-every", 2).code == ExitCode.DONE
 
 
+@pytest.mark.full
 @each_shard
 def test_a_callback_of_one_rank_that_changes_weights_is_found_by_the_rehearsal(tmp_path: Path, shard: str) -> None:
     """Where weights are cut, no comparison of ranks shows it: the owners' updates have spread the change.

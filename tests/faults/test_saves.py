@@ -66,6 +66,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("row", "damage"), [(10, truncate), (10, empty), (11, flip_a_bit)])
 def test_a_damaged_checkpoint_is_passed_over(
     output: Path, digest: str, row: int, damage: Callable[[Path], None]

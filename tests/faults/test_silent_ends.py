@@ -27,6 +27,7 @@ def words(output: Path, layout: str) -> list[str]:
     return ["train", LEAVING, "--device", "cpu", "--output", str(output), *LAYOUTS[layout]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["os._exit", "c"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_process_that_leaves_in_mid_training_ends_the_launch_with_2(tmp_path: Path, layout: str, how: str) -> None:

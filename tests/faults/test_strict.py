@@ -32,6 +32,7 @@ def test_items_that_differ_at_each_read_are_refused_before_there_is_a_run(tmp_pa
     assert list((tmp_path / "out").rglob("run.json")) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [

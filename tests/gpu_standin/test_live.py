@@ -34,6 +34,7 @@ def train(output: Path, kills: Sequence[str], devices: int = 3, left: str = "") 
     return ddp("train", STRUCK, *KEPT, "--device", "cuda", *live, *files, env=env, timeout=HANG)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kills", "left"),
     [

@@ -103,6 +103,7 @@ def test_every_layout_of_one_process_has_one_digest(kind: str) -> None:
     assert len(set(found.values())) == 1, found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("devices", [2, 1], ids=["one device each", "one device for both"])
 def test_ranks_have_the_digest_of_one_process(devices: int) -> None:
     alone = on_devices(1, _trained, KINDS["fp32"])
@@ -193,6 +194,7 @@ def test_a_rank_that_waits_for_its_device_hears_that_nccl_has_failed() -> None:
     assert found == ["NCCL met a COMM_ERROR while this rank waited for its device", "initialized: False"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("devices", "ranks"), [(3, 3), (1, 2)], ids=["one device each", "one device for both"])
 def test_sums_between_devices_are_those_of_the_cpu(devices: int, ranks: int) -> None:
     assert ranks_on_devices(devices, ranks, _sums) == [[]] * ranks
@@ -214,6 +216,7 @@ def test_what_nccl_cannot_do_is_refused(tmp_path: Path) -> None:
     assert "nccl needs a GPU for each rank" in ended.errors
 
 
+@pytest.mark.full
 def test_a_run_is_rehearsed_by_as_many_ranks_as_share_a_device_and_witnessed(tmp_path: Path) -> None:
     """The ranks are forks here: the stand-in refuses any that come from a process that has asked the driver."""
     words = ["--device", "cuda", "--layout", "ddp", "--nproc-per-node", "2", "--output", tmp_path]

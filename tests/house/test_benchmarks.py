@@ -72,6 +72,7 @@ def all_to_all_sum(rank: int, world_size: int) -> list[float]:
     return part.tolist()
 
 
+@pytest.mark.full
 def test_fsdp2_with_an_all_to_all_gives_each_rank_its_part_of_the_sum() -> None:
     assert run_processes(all_to_all_sum, 3) == [[0.0, 6.0], [12.0, 18.0], [24.0, 30.0]]
 

@@ -44,6 +44,7 @@ def test_words_of_experiments_and_train_load_no_torch() -> None:
     assert not found & {"torch", "numpy"}
 
 
+@pytest.mark.full
 def test_the_sampler_loads_no_trainer() -> None:
     found = loaded_by("from ddp_core import ElasticSampler")
     assert "ddp_core.sampler" in found

@@ -43,6 +43,7 @@ def test_what_fails_is_recorded_and_ends_nothing(tmp_path: Path) -> None:
     assert said["dies"] == ["the process that runs it has died"]
 
 
+@pytest.mark.full
 def test_what_is_killed_at_any_moment_leaves_whole_lines_and_is_gone_on_with(tmp_path: Path) -> None:
     kept: dict[str, str] = {}
     for turn in range(3):
@@ -102,6 +103,7 @@ def test_without_a_device_one_line_says_so(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_skipped_tests_are_not_recorded_without_a_device(tmp_path: Path) -> None:
     lines = tmp_path / NAME
     settings = {"CUDA_VISIBLE_DEVICES": "", gpu_lines.LINES: str(lines)}

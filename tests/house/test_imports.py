@@ -112,6 +112,7 @@ def test_every_module_is_in_a_room() -> None:
     assert sum(map(len, FLOORS)) <= 19
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("house", [CORE, LAB], ids=["ddp_core", "ddp_lab"])
 def test_a_room_imports_from_lower_floors_only(house: dict[str, Path]) -> None:
     found = [(module, other) for module, file in house.items() for other in imports(file, True) if other in house]
@@ -132,6 +133,7 @@ def test_every_room_says_what_it_is_for() -> None:
     assert silent == []
 
 
+@pytest.mark.full
 def test_there_are_no_circles_of_imports() -> None:
     """Also through imports within functions, and those for type checkers alone."""
     graph = {name: (imports(file, with_types=True) & EVERYTHING.keys()) - {name} for name, file in EVERYTHING.items()}
@@ -141,6 +143,7 @@ def test_there_are_no_circles_of_imports() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
+@pytest.mark.full
 def test_the_core_knows_no_experiment_no_docker_and_no_report() -> None:
     for module, file in CORE.items():
         tops = {name.partition(".")[0] for name in imports(file)}
@@ -207,6 +210,7 @@ def private_torch(file: Path) -> set[str]:
     return {name for name in names if name in PRIVATE_NAMES or re.match(r"torch\b[\w.]*\._[a-zA-Z]", name)}
 
 
+@pytest.mark.full
 def test_private_names_of_torch_stand_in_one_place() -> None:
     listed, used = "ddp_core.base.torch_names", "ddp_core.base.torch_internals"
     assert private_torch(CORE[listed]) >= PRIVATE_NAMES.keys()
@@ -224,6 +228,7 @@ def test_floor_zero_and_the_command_import_no_torch(module: str) -> None:
     assert python("-c", f"import sys, {module}; print('torch' in sys.modules)")[0] == "False\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", [["--help"], ["list"], ["train", "--help"]], ids=" ".join)
 def test_help_and_list_answer_without_torch_and_soon(words: list[str]) -> None:
     code = (

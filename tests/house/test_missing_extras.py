@@ -146,6 +146,7 @@ def test_every_extra_that_is_named_exists_and_brings_its_packages() -> None:
     assert EXTRAS.keys() <= brought("all")
 
 
+@pytest.mark.full
 def test_each_command_works_or_names_the_extra_that_it_needs(tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_text("epochs: 1\n")
     calls = [*HELPS, *OPTIONS, *WORK, *(call for _, call in NEED)]

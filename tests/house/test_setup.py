@@ -148,6 +148,7 @@ def choose(build: torch_build.Build | None = None, driver: str | None = None) ->
     return torch_build.choose_build(sys.executable, PINS, build, driver)
 
 
+@pytest.mark.full
 def test_without_a_driver_the_cpu_wheels_are_taken_where_their_index_answers(index: Index) -> None:
     words, reason = choose()
     assert words == ["--extra-index-url", f"{index.url}/cpu"]

@@ -30,6 +30,7 @@ def test_every_room_has_a_budget() -> None:
     assert rooms <= BUDGET["rooms"].keys()
 
 
+@pytest.mark.full
 def test_a_healthy_worker_loads_only_what_trains(tmp_path: Path) -> None:
     told = tmp_path / "loaded.json"
     words = ["--layout", "ddp", "--nproc-per-node", "2", "--device", "cpu", "--output", tmp_path]

@@ -70,6 +70,7 @@ def below(folder: Path) -> dict[str, bytes]:
     return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
 
 
+@pytest.mark.full
 def test_the_wheels_hold_their_packages_whole_and_no_name_that_could_be_anybodys(built: dict[str, Path]) -> None:
     library, lab = files_of(built["library"]), files_of(built["lab"])
     assert library == {f"ddp_core/{name}": content for name, content in below(ROOT / "ddp_core").items()}

@@ -57,6 +57,7 @@ print(worked, full - psutil.Process().memory_info().rss)
 """
 
 
+@pytest.mark.full
 def test_large_blocks_go_back_to_the_kernel_at_once() -> None:
     done = subprocess.run([sys.executable, "-c", RETURNED], capture_output=True, text=True, check=True, timeout=HANG)
     worked, returned = done.stdout.split()

@@ -74,6 +74,7 @@ def test_the_exact_reduction_without_deterministic_kernels_is_refused() -> None:
     assert raised.value.exit_code == 2
 
 
+@pytest.mark.full
 def test_tf32_on_the_cpu_is_fp32_and_the_run_says_so(tmp_path: Path) -> None:
     records = {}
     for precision in ("fp32", "tf32"):

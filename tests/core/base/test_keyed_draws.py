@@ -100,6 +100,7 @@ def test_every_function_of_the_modules_is_tried() -> None:
     assert functions - {"seed", "get_state", "set_state", "default_rng"} == NUMPY.keys()
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:This function is deprecated")
 def test_threads_draw_their_own_numbers_at_the_same_time() -> None:
     watch_draws()

@@ -84,6 +84,7 @@ def test_a_command_without_streams_works() -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("program", "first"),
     [("ddp_core train --help", "Usage: ddp train"), ("ddp_lab.cluster -h", "")],

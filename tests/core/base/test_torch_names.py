@@ -46,6 +46,7 @@ def test_a_name_that_is_gone_is_told_in_one_line(name: str) -> None:
     assert "\n" not in line
 
 
+@pytest.mark.full
 def test_a_command_ends_with_that_line_alone() -> None:
     program = "import sys, torch; del torch._foreach_mul_; from ddp_core.cli import main; sys.exit(main(sys.argv[1:]))"
     ended = command("train", "toy_mlp", "--device", "cpu", program=("-c", program))

@@ -19,6 +19,7 @@ from tests.core.checkpoint.test_checkpoint import same, trained
 from tests.support.processes import HANG
 
 
+@pytest.mark.full
 def test_what_only_an_update_changes_is_copied_while_training_goes_on(tmp_path: Path) -> None:
     model, optimizer, _ = trained()
     lines: list[str] = []

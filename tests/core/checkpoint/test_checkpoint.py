@@ -204,6 +204,7 @@ _trees = st.dictionaries(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=25, deadline=None)
 @given(state=_trees, asynchronous=st.booleans())
 def test_any_tree_of_tensors_and_plain_values_comes_back(

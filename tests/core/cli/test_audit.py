@@ -47,6 +47,7 @@ def edit(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     (run / "run.json").write_text(json.dumps(document))
 
 
+@pytest.mark.full
 def test_an_honest_run_passes_and_the_report_says_what_that_proves(run: Path) -> None:
     record = hashlib.sha256((run / "run.json").read_bytes()).hexdigest()
     ended = audit(run, "--segments", 2, "--seed", 1, "--record-sha256", record)
@@ -123,6 +124,7 @@ def test_weights_that_were_put_in_after_the_end_have_other_figures(copy: Path) -
     assert "different figures: evaluated again, test_" in ended.output
 
 
+@pytest.mark.full
 def test_steps_that_nobody_can_repeat_are_found_where_their_segment_is_drawn(tmp_path: Path) -> None:
     train(tmp_path, *WORDS, "--fault", "flipweight@12", "--guard", "off")
     ended = audit(trained(tmp_path)[0].path, "--segments", 6)
@@ -202,6 +204,7 @@ def test_draws_are_even_and_the_formula_is_that_of_drawing_without_putting_back(
     assert len(drawn(segments, 9, 1, "record")) == 6
 
 
+@pytest.mark.full
 def test_a_bundle_is_audited_elsewhere(run: Path, tmp_path: Path) -> None:
     assert ddp("bundle", run, "-o", tmp_path / "run.zip").code == 0
     with ZipFile(tmp_path / "run.zip") as archive:

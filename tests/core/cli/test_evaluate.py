@@ -51,6 +51,7 @@ def _evaluate(rank: int, world_size: int, words: list[str]) -> tuple[int, str]:
         return main(words), said.getvalue()
 
 
+@pytest.mark.full
 def test_the_bits_are_those_that_the_run_recorded(run: Run) -> None:
     found = told(run.path)
     recorded = [record for record in run.metrics if record["kind"] == "evaluation"][-1]
@@ -60,6 +61,7 @@ def test_the_bits_are_those_that_the_run_recorded(run: Run) -> None:
     assert (found["weights_sha256"], found["ema_sha256"]) == (run.digest, run.record["ema_sha256"])
 
 
+@pytest.mark.full
 def test_ranks_evaluate_a_checkpoint_as_one_process_does(run: Run) -> None:
     words = ["eval", str(run.path), "--at", "6", "--json", "--layout", "ddp"]
     (code, text), (other, silence) = run_processes(_evaluate, 2, words)
@@ -70,6 +72,7 @@ def test_ranks_evaluate_a_checkpoint_as_one_process_does(run: Run) -> None:
     assert found["figures"] == told(run.path / "checkpoints" / "step-000000006.json")["figures"]
 
 
+@pytest.mark.full
 def test_other_data_and_settings_of_evaluation_only(run: Run) -> None:
     found = told(run.path, "--set", "evaluation.samples_per_batch=100")
     assert found["figures"]["test_accuracy"] == run.figures["test_accuracy"]
@@ -84,6 +87,7 @@ def test_other_data_and_settings_of_evaluation_only(run: Run) -> None:
     assert "did you mean digits?" in refused.errors
 
 
+@pytest.mark.full
 def test_figures_that_the_run_has_not_made_are_an_error(run: Run, tmp_path: Path) -> None:
     copy = shutil.copytree(run.path, tmp_path / "copy")
     metrics = copy / "metrics.jsonl"

@@ -115,6 +115,7 @@ def test_samples_that_are_other_ones_at_each_read_are_named(tmp_path: Path) -> N
     assert "training sample 0 is another one at each read" in ended.output.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_what_a_resume_would_lose_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOSES", "attribute")
     ended = rehearsed(LOSES)

@@ -36,6 +36,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) -> No
     monkeypatch.setattr(sys, "executable", str(script))
 
 
+@pytest.mark.full
 def test_it_trains_with_the_bits_of_the_command_and_returns_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

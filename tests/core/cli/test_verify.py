@@ -49,6 +49,7 @@ def test_the_runs_own_copy_is_trained_whatever_has_become_of_the_original(tmp_pa
     assert list(directory.path.rglob("*.pyc")) == []
 
 
+@pytest.mark.full
 def test_the_optimizers_state_is_compared_and_what_was_compared_is_said(tmp_path: Path) -> None:
     _, directory = trained_own(tmp_path)
     said = "compared  weights and buffers, optimizer's state, last evaluation\nidentical\n"
@@ -100,6 +101,7 @@ def test_changed_files_are_named(tmp_path: Path) -> None:
     check(verify(directory.path), 1, "different data: changed at cat/7.txt")
 
 
+@pytest.mark.full
 def test_a_data_set_without_a_digest_is_sampled_and_one_that_is_never_the_same_is_told(tmp_path: Path) -> None:
     file = write_project(tmp_path / "project")
     ended = ddp("train", file, "--device", "cpu", "--output", tmp_path / "sampled")
@@ -172,6 +174,7 @@ def test_what_cannot_be_repeated_is_said(tmp_path: Path, change: str, words: str
     assert (ended.code, words in ended.errors) == (2, True)
 
 
+@pytest.mark.full
 def test_a_broken_promise_is_said_before_training_and_in_the_verdict(tmp_path: Path) -> None:
     _, directory = trained_own(tmp_path)
     directory.update(promise_broken={"step": 3, "what": "other bits", "attempt": 0})

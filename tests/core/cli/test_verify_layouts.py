@@ -60,6 +60,7 @@ def test_kills_are_within_the_run(steps: int, kills: list[int]) -> None:
     assert all(attempt.get("nproc_per_node", 1) <= 3 for attempts in killed for attempt in attempts)
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_three_times_has_the_digest_of_one_that_is_not() -> None:
     words = ("--set", "global_batch_size=4", "--set", "epochs=1")
     ended = ddp("verify-layouts", "toy_mlp", *words, module="tests.support.quick")

@@ -216,6 +216,7 @@ def as_step(tasks: int, nodes: int) -> list[dict[str, str]]:
     ]
 
 
+@pytest.mark.full
 def test_the_tasks_of_a_step_are_one_training(tmp_path: Path) -> None:
     train(tmp_path / "single", *TOY[1:])
     expected = trained(tmp_path / "single")[1]["weights_sha256"]

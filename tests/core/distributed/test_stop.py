@@ -67,6 +67,7 @@ def check_the_end(output: Path, undisturbed: tuple[str, str], **details: Any) ->
     assert (record["weights_sha256"], record["optimizer_sha256"]) == undisturbed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "number", "send"),
     [

@@ -98,6 +98,7 @@ def test_a_single_process_needs_no_store() -> None:
     assert World.from_environment(world.to_environment()) == world
 
 
+@pytest.mark.full
 def test_nothing_else_knows_the_launchers_variables() -> None:
     """Two modules read the variables; the others are those in which a launcher hands a variable to its workers."""
     handed_on = {
@@ -132,6 +133,7 @@ def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> No
             free_port()
 
 
+@pytest.mark.full
 def test_few_modules_touch_the_environment() -> None:
     """All other modules get values as arguments, so that one process can do two things that need different values."""
     may = {

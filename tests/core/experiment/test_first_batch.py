@@ -118,6 +118,7 @@ def test_lazy_layers_draw_what_the_same_layers_with_sizes_draw(tmp_path: Path) -
     assert type(lazy[0]) is nn.Linear
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("text", "others"), [(LAZY, ["torchrun"]), (TABLES, ["dp", "shards"])], ids=["lazy", "tables"])
 def test_every_layout_ends_with_the_same_weights(text: str, others: list[str], tmp_path: Path) -> None:
     file, digests = written(tmp_path, text), set()

@@ -75,6 +75,7 @@ def test_room_for_a_node_costs_no_restart(tmp_path: Path) -> None:
     assert ask(starts_without_restarts, tmp_path) == 3
 
 
+@pytest.mark.full
 def test_a_launch_asks_git_before_its_workers_are_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that replaces a lost one has the code of the others, whatever was committed since they began."""
     git, calls = tmp_path / "git", tmp_path / "calls"

@@ -26,6 +26,7 @@ os.execv(sys.executable, [sys.executable, "-m", "ddp_core", *words])
 """
 
 
+@pytest.mark.full
 def test_the_health_check_asks_the_store_itself_and_loads_no_torch() -> None:
     """A container's check runs twice a minute, also on a machine that has no processor to spare."""
     with running("rendezvous", "--port", "0", "--bind", "127.0.0.1", cwd=ROOT) as server:

@@ -42,6 +42,7 @@ def other_launcher(port: int, ready: Connection) -> None:
     kept.close()
 
 
+@pytest.mark.full
 def test_a_launcher_that_is_killed_is_seen(store: dist.TCPStore, members: Members) -> None:
     ours = Lines(0, "127.0.0.1", members)
     context = multiprocessing.get_context("spawn")

@@ -412,6 +412,7 @@ def explore(losses: int, last: int, arrives: bool = False, leaves: int = 0, mist
     return len(seen)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "happens",
     [
@@ -447,6 +448,7 @@ def _lets_go_of_a_leaving_node(
 RULE = membership.next_membership
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "wrong", "losses", "leaves"),
     [

@@ -56,6 +56,7 @@ def test_native_runs_are_not_looked_at(tmp_path: Path) -> None:
 SHARDED = ("--layout", "ddp", "--nproc-per-node", "2", "--shard", "parameters")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "words", [("digits",), ("toy_mlp",), ("digits", *SHARDED)], ids=["digits", "toy_mlp", "shards"]
 )

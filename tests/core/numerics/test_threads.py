@@ -86,6 +86,7 @@ def test_a_product_in_parts_has_the_same_bits(count: int) -> None:
             assert all(chained(*pair).equal(each) for pair, each in zip(pairs, whole, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("every_product_is_cut")
 def test_shipped_experiments_end_with_the_published_weights(threads: int) -> None:
     """Forward, backward and updates of all that need no download."""

@@ -313,6 +313,7 @@ def _nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddp_core.cli.verify.train_silently", refuse)
 
 
+@pytest.mark.full
 def test_no_document_ends_what_reads_it(place: Place) -> None:
     try_out(place, READERS, 300)
 

@@ -53,6 +53,7 @@ def same_outputs(run: Run, model: nn.Module) -> bool:
     return torch.equal(outputs(model), outputs(load_model(run, weights="trained")))
 
 
+@pytest.mark.full
 def test_safetensors_with_every_name_of_tied_weights(run: Run, tmp_path: Path) -> None:
     file = written(run, "safetensors", tmp_path)
     assert file == tmp_path / "export" / "model.safetensors"

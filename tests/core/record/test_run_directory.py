@@ -89,6 +89,7 @@ def test_an_update_changes_what_it_names(tmp_path: Path) -> None:
     assert (directory.path / "run.json").stat().st_mode == (directory.path / "plain").stat().st_mode
 
 
+@pytest.mark.full
 def test_a_reader_sees_whole_records_only(tmp_path: Path) -> None:
     directory, stop, seen = make(tmp_path, text="x" * 200_000), threading.Event(), set()
 

@@ -76,6 +76,7 @@ def read_by_all(made: Path, run: Path) -> dict[str, tuple[int, list[str]]]:
     return {name: (each.code, each.errors.splitlines()) for name, each in ended.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", ["run.lock", "log.txt", "metrics.jsonl"])
 def test_no_command_waits_at_a_pipe(made: Path, run: Path, place: str) -> None:
     put(run / place, os.mkfifo)
@@ -86,6 +87,7 @@ def test_no_command_waits_at_a_pipe(made: Path, run: Path, place: str) -> None:
     assert ended == dict.fromkeys(READERS, (0, []))
 
 
+@pytest.mark.full
 def test_a_pipe_among_the_kept_code_is_no_code(made: Path, run: Path) -> None:
     put(run / "source" / "beside.py", os.mkfifo)
     ended = read_by_all(made, run)
@@ -95,11 +97,13 @@ def test_a_pipe_among_the_kept_code_is_no_code(made: Path, run: Path) -> None:
     assert ended == dict.fromkeys(READERS, (0, [])) | {"verify": (1, [])}
 
 
+@pytest.mark.full
 def test_a_pipe_is_no_heartbeat(made: Path, run: Path) -> None:
     put(run / "heartbeats" / "rank-0.json", os.mkfifo)
     assert read_by_all(made, run) == dict.fromkeys((*READERS, "resume"), (0, []))
 
 
+@pytest.mark.full
 def test_no_command_reads_a_device_without_end(made: Path, run: Path) -> None:
     put(run / "metrics.jsonl", lambda place: place.symlink_to("/dev/zero"))
     ended = read_by_all(made, run)
@@ -173,6 +177,7 @@ def inner_places(document: Any) -> Iterator[tuple[Any, Any]]:
             yield from inner_places(document[key])
 
 
+@pytest.mark.full
 def test_no_text_of_a_record_prints_a_line_of_its_own(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,7 @@ def same(model: nn.Module, file: Path) -> bool:
     }
 
 
+@pytest.mark.full
 def test_the_model_is_the_plain_one_of_a_compiled_one_and_its_weights_stay_tied(run: Run) -> None:
     model = load_model(run, weights="trained")
     assert type(model).__name__ == "Net"

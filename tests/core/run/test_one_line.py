@@ -91,6 +91,7 @@ def test_a_signal_that_no_process_can_handle_is_refused(name: str) -> None:
         signal_named(name)
 
 
+@pytest.mark.full
 def test_where_no_error_can_be_written_the_exit_code_tells_it() -> None:
     with open("/dev/full", "w") as full:  # noqa: PTH123
         for words, code in ((["verify", "nothing-here"], ExitCode.BAD_INPUT), (["--help"], ExitCode.RESOURCES)):

@@ -30,6 +30,7 @@ def found(output: Path) -> dict[str, Any]:
     return dict(record["attempts"][-1]["guard"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "loses",
     [
@@ -62,6 +63,7 @@ def test_a_checkpoint_that_no_new_job_can_read_is_said(tmp_path: Path) -> None:
     assert "KeyError: 'renamed'" in ended.errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "loses",
     [
@@ -104,6 +106,7 @@ SCALE = Path(__file__).with_name("scale.txt")
 """
 
 
+@pytest.mark.full
 def test_a_file_that_was_edited_before_a_resume_is_found(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(BEGIN + READS_A_FILE, encoding="utf-8")
     (tmp_path / "scale.txt").write_text("1.0")
@@ -118,6 +121,7 @@ def test_a_file_that_was_edited_before_a_resume_is_found(tmp_path: Path) -> None
     assert ddp(*words, "--resume", "auto").code == ExitCode.DONE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("guard", ["normal", pytest.param("strict", marks=slow)])
 def test_samples_that_are_random_beside_digested_ones_are_named_and_trained(tmp_path: Path, guard: str) -> None:
     words = (*REHEARSED, "--guard", guard, "--set", "epochs=2", "--checkpoint-every", 11)

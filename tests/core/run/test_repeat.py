@@ -112,6 +112,7 @@ def only_run(folder: Path) -> RunDirectory:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "words",
     [
@@ -132,6 +133,7 @@ def test_a_healthy_run_is_rehearsed_once_and_has_a_witness(tmp_path: Path, words
     assert "rehearsed on " in again.errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -164,12 +166,14 @@ def test_the_order_of_a_set_is_the_same_in_all_processes(tmp_path: Path) -> None
     assert len({record["weights_sha256"] for _, record in find_runs(tmp_path / "out")}) == 1
 
 
+@pytest.mark.full
 def test_a_run_that_shall_go_on_is_marked(tmp_path: Path) -> None:
     ended = trained(tmp_path, RANKS_IN_RATE, *TWO, "--on-difference", "warn")
     assert ended.code == 0
     assert only_run(tmp_path).read()["promise_broken"]["step"] == 0
 
 
+@pytest.mark.full
 def test_what_one_process_refuses_trains_unrehearsed_and_says_why(tmp_path: Path) -> None:
     ended = trained(tmp_path, RANKS_ALONE, *TWO)
     assert ended.code == 0, ended.errors
@@ -207,6 +211,7 @@ def test_a_machine_that_computes_wrongly_is_found_by_a_witness(
     assert "the run kept something that no checkpoint holds, or a machine computed wrongly" in ended.errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shard", ["none", pytest.param("optimizer", marks=pytest.mark.slow)])
 def test_one_ranks_numbers_that_change_late_are_found_before_the_next_save(tmp_path: Path, shard: str) -> None:
     late = MOMENTUM_ON_RANK_0.replace("moment.step == 4", "moment.step == 12")
@@ -216,6 +221,7 @@ def test_one_ranks_numbers_that_change_late_are_found_before_the_next_save(tmp_p
     assert "the checkpoint of step 10 is good" in ended.errors
 
 
+@pytest.mark.full
 def test_a_rehearsal_ends_with_the_command(tmp_path: Path) -> None:
     slow = f"import time\n\ndef loss(outputs, targets):\n    time.sleep({HANG})\n"
     (tmp_path / "mine.py").write_text(BEGIN + slow, encoding="utf-8")

@@ -43,6 +43,7 @@ OTHERWISE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     [

@@ -97,6 +97,7 @@ def end_of(text: str, mode: str, folder: Path) -> tuple[Ended, str]:
     return ended, next(line for line in reversed(ended.errors.splitlines()) if line.startswith("ddp: error"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("text", "said"),
     [

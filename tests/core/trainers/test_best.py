@@ -46,6 +46,7 @@ def test_nobody_guesses_whether_more_is_better(best: str) -> None:
         Experiment.from_json({"name": "any", "global_batch_size": 1, "best": best})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("words", "step"), [((), 44), (("--set", "best=min accuracy"), 22)])
 def test_a_run_keeps_the_checkpoint_of_that_evaluation(words: tuple[str, ...], step: int, tmp_path: Path) -> None:
     ended = command("train", "digits", "--set", "epochs=2", *words, "--output", str(tmp_path), timeout=HANG)
@@ -67,6 +68,7 @@ experiment = Experiment(name="own", model=Component(name="small_cnn"), data=Comp
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("metrics", "best", "said"),
     [

@@ -38,6 +38,7 @@ def test_layers_that_do_not_move_so_are_left_out(times: int, momentum: float | N
     assert after(times, momentum, frozen) is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("epochs", "steps"), [(3, None), (1, "4")])
 def test_a_run_says_it_once_at_its_first_evaluation(epochs: int, steps: str | None, tmp_path: Path) -> None:
     limit = [] if steps is None else ["--set", f"max_steps={steps}"]
