@@ -64,13 +64,24 @@ accelerator.end_training()
     ("old", "new", "said"),
     [
         ("sampler=WholeSteps(data, global_batch_size=6 * 16)", "shuffle=True", "in the middle of a step"),
-        (
+        pytest.param(
             "sampler=WholeSteps(data, global_batch_size=6 * 16)",
             "sampler=__import__('ddp_core').ElasticSampler(data, num_replicas=2, rank=0)",
             "ElasticSampler deals samples to 2 ranks",
+            marks=pytest.mark.slow,
         ),
-        ("with accelerator.accumulate(model):", "if True:", "a second backward in one micro-batch"),
-        ("cpu=True", "cpu=True, dataloader_config=DataLoaderConfiguration()", "even_batches=True"),
+        pytest.param(
+            "with accelerator.accumulate(model):",
+            "if True:",
+            "a second backward in one micro-batch",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "cpu=True",
+            "cpu=True, dataloader_config=DataLoaderConfiguration()",
+            "even_batches=True",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_exact_is_refused(old: str, new: str, said: str, tmp_path: Path) -> None:

@@ -79,8 +79,18 @@ def test_a_checkpoint_from_the_end_of_an_epoch_continues_on_other_ranks(tmp_path
     ("old", "new", "said"),
     [
         ("devices=ranks", "devices=ranks, accumulate_grad_batches=2", "accumulate_grad_batches=2"),
-        ("devices=ranks", "devices=ranks, limit_train_batches=7", "an update in the middle of a step"),
-        ("shuffle=True", "sampler=torch.utils.data.WeightedRandomSampler(torch.ones(1000), 1000)", "cannot be dealt"),
+        pytest.param(
+            "devices=ranks",
+            "devices=ranks, limit_train_batches=7",
+            "an update in the middle of a step",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "shuffle=True",
+            "sampler=torch.utils.data.WeightedRandomSampler(torch.ones(1000), 1000)",
+            "cannot be dealt",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_exact_is_refused(old: str, new: str, said: str, tmp_path: Path) -> None:

@@ -140,7 +140,12 @@ def test_replicas_are_lost_and_come_and_the_bits_stay(tmp_path: Path, lighthouse
     ("old", "new", "said"),
     [
         ("use_async_quorum=False", "use_async_quorum=False, world_size_mode=spares", "WorldSizeMode.DYNAMIC"),
-        ("ExactSteps(manager, group,", "ExactSteps(manager, None,", "torchft's ProcessGroupGloo"),
+        pytest.param(
+            "ExactSteps(manager, group,",
+            "ExactSteps(manager, None,",
+            "torchft's ProcessGroupGloo",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_exact_is_refused(

@@ -117,8 +117,18 @@ def test_a_model_that_counts_its_calls_is_refused(tmp_path: Path) -> None:
     ("old", "new", "said"),
     [
         ("use_cpu=True", "use_cpu=True, average_tokens_across_devices=False", "leave it True"),
-        ("use_cpu=True", 'use_cpu=True, train_sampling_strategy="group_by_length"', "group_by_length"),
-        ("micro_batches=6", "micro_batches=60", "a step takes 240 samples, but the data set has 200"),
+        pytest.param(
+            "use_cpu=True",
+            'use_cpu=True, train_sampling_strategy="group_by_length"',
+            "group_by_length",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "micro_batches=6",
+            "micro_batches=60",
+            "a step takes 240 samples, but the data set has 200",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_exact_is_refused(old: str, new: str, said: str, tmp_path: Path) -> None:

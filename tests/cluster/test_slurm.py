@@ -75,7 +75,7 @@ def assert_finished(job: Job, expected: str, restarts: int, label: str = "ddp-2x
     ("line", "label"),
     [
         ("srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 2 ddp train digits", "ddp-2x2-cpu"),
-        ("srun --ntasks 6 ddp train digits", "ddp-3x2-cpu"),
+        pytest.param("srun --ntasks 6 ddp train digits", "ddp-3x2-cpu", marks=pytest.mark.slow),
     ],
 )
 def test_what_srun_starts_is_one_training(slurm: Slurm, expected: str, tmp_path: Path, line: str, label: str) -> None:
@@ -108,6 +108,7 @@ def test_a_job_trains(slurm: Slurm, expected: str, tmp_path: Path, line: str) ->
     assert_finished(job, expected, restarts=0)
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_stays_so_until_it_is_requeued(slurm: Slurm, expected: str, tmp_path: Path) -> None:
     job = slurm.submit(PER_NODE, tmp_path)
     job.wait_for(AT_WORK)
@@ -130,6 +131,7 @@ def test_a_requeued_job_continues(slurm: Slurm, expected: str, tmp_path: Path) -
     assert "resumed at step" in job.said
 
 
+@pytest.mark.slow
 def test_a_preempted_job_saves_and_continues(slurm: Slurm, expected: str, tmp_path: Path) -> None:
     job = slurm.submit(PER_RANK, tmp_path, "--nodes 1 --nodelist node1")
     job.wait_for(AT_WORK)
@@ -210,6 +212,7 @@ def assert_live(jobs: Sequence[Job], expected: str) -> None:
     assert len(steps) == len(set(steps))
 
 
+@pytest.mark.slow
 def test_a_live_run_loses_no_step_with_a_node_and_another_job_brings_one(
     slurm: Slurm, expected: str, tmp_path: Path, without_power: str, meet: str
 ) -> None:
@@ -258,6 +261,7 @@ def test_each_task_of_an_array_is_a_run_of_its_own(slurm: Slurm, expected: str, 
     assert_finished(second, expected, restarts=1)
 
 
+@pytest.mark.slow
 def test_a_job_at_its_time_limit_saves_and_continues(short_of_time: Job, expected: str) -> None:
     """The last test, because the limit of its job passes while the others run."""
     facts = short_of_time.end()

@@ -224,6 +224,7 @@ def test_a_killed_container_is_replaced(swarm: Swarm, stack_file: Path, expected
     assert record["weights_sha256"] == expected
 
 
+@pytest.mark.slow
 def test_a_stopped_run_has_saved_and_continues(swarm: Swarm, stack_file: Path, expected: str, tmp_path: Path) -> None:
     with training(swarm, stack_file, tmp_path / "outputs", NPROC_PER_NODE="1") as started:
         started.await_steps(25)
@@ -247,6 +248,7 @@ def test_a_container_comes_and_another_goes(swarm: Swarm, stack_file: Path, expe
     assert (record["weights_sha256"], record["layout"]["label"]) == (expected, "ddp-1x1-cpu")
 
 
+@pytest.mark.slow
 def test_a_lost_machine_is_done_without(swarm: Swarm, stack_file: Path, expected: str, tmp_path: Path) -> None:
     with training(swarm, stack_file, tmp_path / "outputs", NPROC_PER_NODE="1") as started:
         started.await_steps(25)

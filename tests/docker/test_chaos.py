@@ -71,6 +71,7 @@ def test_full_disk_ends_with_4_and_goes_on_once_there_is_room(image: str, tmp_pa
     record_row(8, said, {AGAIN: fault["resumed_seconds"]})
 
 
+@pytest.mark.slow
 def test_cut_off_minority_exits_6_and_writes_nothing_while_the_others_end_the_run(start: Start) -> None:
     nodes = start({"nodes": 3}, epochs=8)
     nodes.at_step(30)
@@ -90,6 +91,7 @@ def test_cut_off_minority_exits_6_and_writes_nothing_while_the_others_end_the_ru
     record_row(6, said, {LATE: noticed - float(str(QUIET["timeout"]))})
 
 
+@pytest.mark.slow
 def test_slow_link_is_waited_for_and_not_taken_for_a_loss(start: Start) -> None:
     nodes = start({"nodes": 2, "faults": [{"fault": "slow", "at_step": 1}]}, epochs=4)
     nodes.at_step(5)
@@ -104,6 +106,7 @@ def test_slow_link_is_waited_for_and_not_taken_for_a_loss(start: Start) -> None:
     record_row(7, f"D: a link of 3 Mbit/s makes a step take {slow:.2f} s; nobody is taken for dead")
 
 
+@pytest.mark.slow
 def test_throttled_node_is_named_as_the_slowest(start: Start) -> None:
     # The timeout is long, so that throttled steps and evaluations on a slow machine are not taken for silence.
     nodes = start({"nodes": 2, "timeout": 60}, epochs=2)
@@ -167,6 +170,7 @@ def test_missing_resource_ends_with_4_and_one_line(
     record_row(row, f"D: {code}, {errors[0].removeprefix('ddp: error: ')}", {"container": time.monotonic() - began})
 
 
+@pytest.mark.slow
 def test_container_stopped_on_one_layout_goes_on_with_another_to_the_same_weights(project: Project) -> None:
     done = project.up("ddp-cpu", DDP_OPTIONS="--set epochs=5 --max-seconds 0.5")
     assert done.returncode == 75, done.stdout + done.stderr

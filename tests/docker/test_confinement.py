@@ -13,7 +13,7 @@ from tests.docker.conftest import UNNAMED_USER, Project
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(200)]
 
-IDENTITIES = ["detected", "known"]
+IDENTITIES = ["detected", pytest.param("known", marks=pytest.mark.slow)]
 ENDLESS = "--set epochs=100000"
 
 
@@ -30,7 +30,13 @@ def eventually(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 @pytest.mark.parametrize("identity", IDENTITIES)
-@pytest.mark.parametrize("owner", [UNNAMED_USER, (os.getuid(), os.getgid())], ids=["another", "caller"])
+@pytest.mark.parametrize(
+    "owner",
+    [
+        pytest.param(UNNAMED_USER, id="another"),
+        pytest.param((os.getuid(), os.getgid()), id="caller", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can hand directories to another user")
 def test_everything_written_belongs_to_the_owner_of_the_directory(
     project: Project, identity: str, owner: tuple[int, int]

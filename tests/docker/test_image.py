@@ -103,6 +103,7 @@ def trained(image: str, engine: docker.DockerClient) -> Iterator[docker.models.c
     container.remove(force=True)
 
 
+@pytest.mark.slow
 def test_health_while_training_trains_hangs_and_has_ended(trained: docker.models.containers.Container) -> None:
     until_health(trained, "healthy", "rank 0 at step ")
     trained.exec_run(["python", "-c", TO_THE_TRAINING, "suspend"])

@@ -82,7 +82,9 @@ def record_in(output: Path) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
+@pytest.mark.parametrize(
+    "kind", ["job", *(pytest.param(each, marks=pytest.mark.slow) for each in ("jobset", "trainjob"))]
+)
 def test_the_pods_are_one_training_with_the_weights_of_one_process(
     prepare: Start, output: Path, single: str, kind: str
 ) -> None:
@@ -118,6 +120,7 @@ def test_a_pod_of_a_drained_machine_ends_with_75_and_its_replacement_joins_the_o
     assert "left after step" in said(nodes[0])
 
 
+@pytest.mark.slow
 def test_the_first_pod_of_a_drained_machine_stops_both_and_their_replacements_go_on(
     prepare: Start, output: Path, single: str
 ) -> None:
@@ -132,6 +135,7 @@ def test_the_first_pod_of_a_drained_machine_stops_both_and_their_replacements_go
     assert (record["status"], record["weights_sha256"]) == ("completed", single)
 
 
+@pytest.mark.slow
 def test_a_killed_pod_is_replaced_while_the_other_waits(prepare: Start, output: Path, single: str) -> None:
     pods, nodes = begin(prepare, output)
     nodes[1].kill()
@@ -140,6 +144,7 @@ def test_a_killed_pod_is_replaced_while_the_other_waits(prepare: Start, output: 
     assert record_in(output)["weights_sha256"] == single
 
 
+@pytest.mark.slow
 def test_the_first_pod_is_killed_and_both_go_on_as_replacements(prepare: Start, output: Path, single: str) -> None:
     pods, (first, second) = begin(prepare, output)
     first.kill()

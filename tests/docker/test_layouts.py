@@ -15,6 +15,7 @@ QUICK = "--set epochs=1"
 NO_GPU = not Path("/proc/driver/nvidia").exists()
 
 
+@pytest.mark.slow
 def test_every_cpu_layout_and_a_gpu_layout_on_cpu_train_to_the_same_weights(project: Project) -> None:
     project.files = ("compose.yaml", "compose.cpu.yaml")
     for service in ("single-cpu", "dp-cpu", "ddp-cpu", "ddp-4gpu"):

@@ -52,6 +52,7 @@ def check_live(nodes: Nodes, digest: str) -> None:
     assert "start again" not in nodes.said()
 
 
+@pytest.mark.slow
 def test_nodes_leave_come_and_are_lost_and_the_rendezvous_is_started_again(start: Start, digest: str) -> None:
     nodes = start({"nodes": 2, "recovery": "live", "paced": True, "timeout": 20}, "--nnodes", "1:4", epochs=EPOCHS)
     nodes.at_step(20)

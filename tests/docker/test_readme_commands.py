@@ -22,9 +22,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 NO_GPU = not Path("/proc/driver/nvidia").exists()
 ON_GPUS = "docker compose up ddp-4gpu"
 WHOLE_SUITE = "docker compose run --rm test"
-ON_THE_IMAGE = (
-    " pytest @tests/quick.args -p no:cacheprovider tests/core/run tests/core/record tests/core/launch tests/distributed"
-)
+ON_THE_IMAGE = " pytest @tests/quick.args -p no:cacheprovider tests/core/run tests/core/record tests/core/launch"
 """Words behind WHOLE_SUITE that choose the tests of what an image may change: processes, files, installed packages."""
 COMMANDS = re.findall(
     r"^.*docker compose .*$",

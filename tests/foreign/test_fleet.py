@@ -106,6 +106,7 @@ def test_the_list_of_torchvisions_models_is_whole() -> None:
     assert set(models.list_models(module=models)) == set(SIZES["torchvision"]) | left_out
 
 
+@pytest.mark.slow
 @pytest.mark.extras("timm", "transformers", "pytorch_optimizer")
 @pytest.mark.timeout(900)
 def test_a_part_of_the_fleet_ends_as_it_is_recorded(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def test_a_block_without_imports_gets_those_of_the_first_block() -> None:
     assert re.match(r"import|from", fragments[1].code) is None
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.extras("mypy", "lightning", "accelerate", "transformers", "torchdata", "torchft")
 def test_every_example_is_green() -> None:
