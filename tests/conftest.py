@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from ddp_core.numerics.limits import LIMITS
-from ddp_core.record.environment import describe_code
+from ddp_core.record.environment import tell_children_of_code
 from tests.support.tiers import FULL_FOLDERS
 
 # With more threads than cores, ranks would wait for each other. Results are compared on one thread.
@@ -31,8 +31,7 @@ os.environ.update(LIMITS)
 os.environ["DDP_REHEARSAL"] = "off"
 
 # Each run asks git which commit it trains, unless an image has said so: here it is asked once for all.
-if "DDP_GIT_COMMIT" not in os.environ and (commit := describe_code()["commit"]) is not None:
-    os.environ.update(DDP_GIT_COMMIT=commit, DDP_GIT_DIRTY=str(describe_code()["dirty"]).lower())
+tell_children_of_code()
 
 # All descendants inherit this variable, even those that have left the process tree: it finds what outlives the tests.
 _MARK, _SESSION = "DDP_TEST_SESSION", secrets.token_hex(8)
@@ -54,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark as `full` what lies in a folder whose tests no change of ddp_core should wait for."""
+    """Mark as `full` all tests of some folders."""
     if item.nodeid.startswith(FULL_FOLDERS):
         item.add_marker("full")
 

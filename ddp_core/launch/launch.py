@@ -23,7 +23,7 @@ from ddp_core.launch.nodes import EndedElsewhere, HandedOver, Meeting, Rendezvou
 from ddp_core.launch.nursery import Entry, Nursery
 from ddp_core.launch.supervision import Supervision
 from ddp_core.record.directory import RunDirectory, find_launch
-from ddp_core.record.environment import describe_code
+from ddp_core.record.environment import tell_children_of_code
 
 _OUTDATED_SECONDS = 60.0
 """So long a file server may show a record as it was before another node changed it."""
@@ -65,7 +65,7 @@ def _launch_elastic(request: Request, meeting: Meeting, file: str, entry: Entry,
     # Only for CPUs: with GPUs, this process may have asked the CUDA driver for them, which does not survive a fork.
     can_fork = request.layout.device == "cpu" and sys.platform == "linux"
     starter: AbstractContextManager[Nursery | None] = Nursery(entry) if can_fork else nullcontext()
-    describe_code()  # asked once, before workers are forked: a commit made while they train is not theirs
+    tell_children_of_code()  # a worker that replaces a lost one must have the code version of the others
     try:
         with starter as nursery:
             # Loaded after the nursery was forked, because workers have no use for it.

@@ -38,9 +38,15 @@ from ddp_core.model.optimizers import load_for_optimizers
 Entry = Callable[[Sequence[str]], int]
 
 # What a worker needs before its first step, beside the modules that the launcher has loaded.
-_NEEDED = ("torch.distributed.algorithms.ddp_comm_hooks", "torch.nn.parallel", "ddp_core.run.run")
-_NEEDED_AFTER_A_LOSS = ("ddp_core.run.resuming", "ddp_core.record.changes")
-"""Loaded before the first worker is forked: the files may be others, or out of reach, when a worker is replaced."""
+_NEEDED = (
+    "torch.distributed.algorithms.ddp_comm_hooks",
+    "torch.nn.parallel",
+    "ddp_core.run.run",
+    "ddp_core.trainers.distributed",
+    # What a worker that replaces a lost one has to do with the run so far.
+    "ddp_core.run.resuming",
+    "ddp_core.record.changes",
+)
 _POLL_SECONDS = 0.01
 _LEAVING_SECONDS = 5.0
 _FORK = multiprocessing.get_context("fork")
@@ -152,7 +158,7 @@ def _nurse(channel: Connection, launchers_end: Connection, entry: Entry, mask: s
     launchers_end.close()
     _begin("ddp-nursery")
     load_for_optimizers()
-    for module in (*_NEEDED, *_NEEDED_AFTER_A_LOSS):
+    for module in _NEEDED:
         importlib.import_module(module)
     gc.collect()
     # What is loaded is not garbage. If the collector looked at it, every worker would copy every page of it.

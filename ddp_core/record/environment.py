@@ -83,6 +83,13 @@ def describe_code() -> dict[str, Any]:
     return facts | {"commit": commit, "dirty": None if changes is None else changes != ""}
 
 
+def tell_children_of_code() -> None:
+    """Let the processes that this one starts describe their code as it does, whatever is committed meanwhile."""
+    code = describe_code()
+    if code["commit"] is not None:
+        os.environ.update(DDP_GIT_COMMIT=code["commit"], DDP_GIT_DIRTY=str(code["dirty"]).lower())
+
+
 def version_line() -> str:
     """The versions of this program, torch and Python in one line, read without importing torch."""
     code = describe_code()

@@ -75,7 +75,7 @@ class Loop:
                 if batch.stops:
                     self._job.stop.saved()
                     raise Stopped(self._job.stop.reason or ASKED_ELSEWHERE, state.step)
-                # Only to let another rank in, unless a stop is asked for by now: the next step is then the last one.
+                # Ranks leave to let another one in; a stop that is asked for meanwhile is met after one more step.
                 if leaves and not any(self._job.collectives.gather(self._job.stop.requested)):
                     raise Regroup
             observers.end()
