@@ -14,8 +14,8 @@ RELEASE ?=
 # `make soak ROUNDS=5`
 ROUNDS ?= 20
 # `make test-rotation SECONDS=240`, SLICE=3/7, or SLICE=today: another seventh on each day of the week
-SECONDS ?= 1000000
-SLICE ?= 1/1
+SECONDS ?=
+SLICE ?=
 # `make test-foreign WORKERS=2`: so many of other people's models at a time; of `make portable-runs`, trainings.
 WORKERS ?= 1
 # Further options of `ddp train`, such as OPTIONS="--set epochs=2".
@@ -77,12 +77,12 @@ image-test: setup
 test: setup ## Quick tests: no Docker, no network, three minutes on two cores
 	$(NO_GPU) $(BIN)/python -m pytest @tests/quick.args
 
-test-full: setup ## The quick tests, and all others that need no more than .venv and take seconds
+test-full: setup ## The quick tests and those marked full, which take seconds
 	$(NO_GPU) $(BIN)/python -m pytest @tests/full.args
 
 test-rotation: setup ## Slow tests, longest unrun first: SECONDS=240, or SLICE=3/7; fails where one has not passed for two weeks
 	$(NO_GPU) $(BIN)/python -m pytest -p tests.support.rotation -m "slow and not gpu and not gpu2" \
-	  --rotation-seconds $(SECONDS) --rotation-slice $(SLICE)
+	  $(if $(SECONDS),--rotation-seconds $(SECONDS)) $(if $(SLICE),--rotation-slice $(SLICE))
 
 test-oldest: setup ## The full tests on the oldest torch that pyproject.toml admits
 	@$(BIN)/python tools/other_environment.py .venv-oldest --torch oldest
@@ -127,7 +127,7 @@ soak: setup ## Run the distributed and fault tests ROUNDS=20 times, each time be
 	  $(NO_GPU) $(BIN)/python -m pytest @tests/full.args tests/distributed tests/faults tests/core/launch || failed=1; \
 	done; exit $${failed:-0}
 
-test-docker: setup image image-cpu image-test ## Build the images and run every layout and the cluster in containers
+test-docker: setup image image-cpu image-test ## Build the images, and run services and a cluster in containers
 	$(BIN)/python -m pytest -m "docker and not slow" --durations=10 tests/docker
 
 test-cluster: setup ## A real SLURM, a real Docker Swarm, power cuts on real file systems (root; installs Debian's packages)

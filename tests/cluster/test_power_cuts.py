@@ -106,7 +106,7 @@ def goes_on(output: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["single", pytest.param("parts", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["ext4", pytest.param("xfs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "ext4")) for kind in MAKE])
 def test_after_a_power_cut_at_any_write_a_run_goes_on(kind: str, layout: str, tmp_path: Path) -> None:
     if shutil.which(MAKE[kind][0]) is None:
         pytest.skip(f"{MAKE[kind][0]} is not installed; `make test-cluster` installs Debian's")

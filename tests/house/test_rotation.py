@@ -51,11 +51,19 @@ def rotate(project: Path, passed: dict[str, str], *words: str, begun: str = TODA
     return done.returncode, done.stdout, {test.removeprefix("test_it.py::"): day for test, day in written.items()}
 
 
-def test_a_test_that_passes_has_the_day_and_one_that_fails_loses_it(project: Path) -> None:
-    code, output, days = rotate(project, {"test_broken": "2026-01-01", "test_gone": TODAY})
+def test_a_test_that_passes_has_the_day_and_one_that_fails_keeps_the_last(project: Path) -> None:
+    code, output, days = rotate(project, {"test_broken": "2026-01-01"})
     assert code == 1
-    assert days == {"test_first": TODAY, "test_second": TODAY}
-    assert "3 slow tests, 0 of them without a day" in output
+    assert days == {"test_broken": "2026-01-01", "test_first": TODAY, "test_second": TODAY}
+    assert "3 slow tests, 0 without a day" in output
+    assert "has not passed since 2026-01-01: test_it.py::test_broken" in output
+
+
+def test_what_cannot_run_here_is_not_overdue(project: Path) -> None:
+    (project / "test_it.py").write_text("import pytest\n@pytest.mark.skip\ndef test_elsewhere(): pass")
+    code, output, days = rotate(project, {}, begun=LONG_AGO)
+    assert (code, days) == (0, {})
+    assert "1 cannot run here" in output
 
 
 def test_what_has_not_run_for_longest_comes_first_and_none_begins_after_the_time(project: Path) -> None:
@@ -83,3 +91,5 @@ def test_files_that_were_not_collected_keep_their_days(project: Path) -> None:
     (project / "test_other.py").write_text("def test_other(): pass")
     _, _, days = rotate(project, {"test_second": "2026-01-01"}, "test_other.py")
     assert days == {"test_second": "2026-01-01", "test_other.py::test_other": TODAY}
+    (project / "test_it.py").unlink()
+    assert rotate(project, {"test_second": "2026-01-01"}, "test_other.py")[2] == {"test_other.py::test_other": TODAY}

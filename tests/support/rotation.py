@@ -45,56 +45,56 @@ class Rotation:
         self._ends: float | None = None
         named: str = config.getoption("--rotation-slice")
         self._slice, self._slices = map(int, (f"{today.isoweekday()}/7" if named == "today" else named).split("/"))
-        self._found: set[str] = set()
-        self._failed: set[str] = set()
-        self._overdue: list[str] = []
+        self._chosen: list[str] = []
+        self._skipped: set[str] = set()
 
     def _day(self, test: str) -> date:
         return self._passed.get(test, self._begun)
 
+    def _is_in_slice(self, test: str) -> bool:
+        return (crc32(test.encode()) - self._slice) % self._slices == 0
+
+    def _has_file(self, test: str) -> bool:
+        return (self._root / test.split("::")[0]).exists()
+
+    @property
+    def _overdue(self) -> list[str]:
+        """The chosen tests that have not passed for too long, but for those that cannot run on this machine."""
+        return sorted(
+            test for test in self._chosen if test not in self._skipped and self._today - self._day(test) > LONGEST
+        )
+
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Put what has not run for longest first, and leave out what belongs to other slices."""
-        self._found = {item.nodeid for item in items}
-        # Where only some files were collected, the tests of the others keep their days.
-        files = {item.path for item in items}
-        self._passed = {
-            test: day
-            for test, day in self._passed.items()
-            if test in self._found or ((file := self._root / test.split("::")[0]) not in files and file.exists())
-        }
-        chosen, left_out = [], []
-        for item in items:
-            is_in_slice = crc32(item.nodeid.encode()) % self._slices == self._slice % self._slices
-            (chosen if is_in_slice else left_out).append(item)
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = sorted(chosen, key=lambda item: self._day(item.nodeid))
+        config.hook.pytest_deselected(items=[item for item in items if not self._is_in_slice(item.nodeid)])
+        items[:] = [item for item in items if self._is_in_slice(item.nodeid)]
+        items.sort(key=lambda item: self._day(item.nodeid))
+        self._chosen = [item.nodeid for item in items]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         """Pass over a test that would begin too late."""
         self._ends = self._ends or time.monotonic() + self._seconds
-        return True if time.monotonic() > self._ends else None
+        return time.monotonic() > self._ends or None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a test that passed today."""
-        if report.failed:
-            self._failed.add(report.nodeid)
+        """Note a test that passed today, or that cannot run here."""
+        if report.skipped:
+            self._skipped.add(report.nodeid)
         elif report.passed and report.when == "call":
             self._passed[report.nodeid] = self._today
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write down the days, and fail where a test is overdue."""
-        passed = {test: day for test, day in sorted(self._passed.items()) if test not in self._failed}
-        days = {"begun": self._begun, "passed": passed}
-        self._days.write_text(json.dumps(days, indent=1, default=str) + "\n")
-        self._overdue = [test for test in self._found if self._today - passed.get(test, self._begun) > LONGEST]
+        passed = {test: day for test, day in sorted(self._passed.items()) if self._has_file(test)}
+        self._days.write_text(json.dumps({"begun": self._begun, "passed": passed}, indent=1, default=str) + "\n")
         if self._overdue and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Say what is overdue."""
-        never = len(self._found - self._passed.keys())
-        terminalreporter.write_line(f"rotation: {len(self._found)} slow tests, {never} of them without a day")
-        for test in sorted(self._overdue):
+        tests, never, skipped = len(self._chosen), len(set(self._chosen) - self._passed.keys()), len(self._skipped)
+        terminalreporter.write_line(f"rotation: {tests} slow tests, {never} without a day; {skipped} cannot run here")
+        for test in self._overdue:
             terminalreporter.write_line(f"rotation: has not passed since {self._day(test)}: {test}")

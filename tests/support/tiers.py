@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 FULL_FOLDERS = ("tests/lab/", "tests/foreign/", "tests/emulated/")
-"""All tests below these folders are marked `full`."""
+"""All tests below these folders are marked `full`: laboratory, other people's models, emulated CPUs."""
 
 TIERS = {
     "slow": "rotation",
