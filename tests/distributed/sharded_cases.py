@@ -166,7 +166,7 @@ def carried_by(carrier: str) -> Iterator[None]:
 
     through_host = carrier == "through host memory"
     with (
-        mock.patch("ddp_core.reduction.parts.exchange_on", lambda group, _: CARRIERS[carrier](group)),
+        mock.patch("ddp_core.reduction.parts.exchange_on", lambda group, _, tag: CARRIERS[carrier](group)),
         mock.patch("ddp_core.reduction.parts.goes_through_host", return_value=through_host),
         mock.patch("ddp_core.reduction.ordered_sum.goes_through_host", return_value=through_host),
     ):
