@@ -74,7 +74,7 @@ image-cpu: setup ## Build the image with torch for the CPU (all other services),
 image-test: setup
 	docker compose build test
 
-test: setup ## Quick tests: no Docker, no network, three minutes on two cores
+test: setup ## Quick tests: no Docker, no network, a few minutes
 	$(NO_GPU) $(BIN)/python -m pytest @tests/quick.args
 
 test-full: setup ## The quick tests and those marked full, which take seconds
