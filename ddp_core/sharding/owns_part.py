@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_core.checkpoint import CutTensor
 from ddp_core.checkpoint.state import replaced
 from ddp_core.reduction import ExactReduction
+from ddp_core.reduction.agreement import gathered
 
 from .elementwise import require_elementwise
 from .owned import Owned
@@ -85,22 +86,28 @@ def first_after_step(optimizer: torch.optim.Optimizer, hook: Callable[..., None]
 def whole_on_first(state: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any] | None:
     """A state with a whole tensor, in host memory, for each CutTensor: on rank 0 of `group`, and None on the others.
 
-    A collective; one tensor is gathered at a time. Every rank has CutTensors for the same tensors.
+    A collective; one tensor is gathered at a time. Raises ValueError on every rank where the ranks have CutTensors of
+    unlike tensors.
     """
-    is_first = group is None or group.rank() == 0
-    wholes: dict[int, Tensor | CutTensor] = {}
+    cuts: dict[int, CutTensor] = {}
+    replaced(state, lambda leaf, _: cuts.setdefault(id(leaf), leaf) if isinstance(leaf, CutTensor) else leaf)
+    shapes = [cut.shape for cut in cuts.values()]
+    if any(theirs != shapes for theirs in gathered(shapes, group)):
+        raise ValueError("the ranks hold parts of unlike tensors")
+    wholes = {key: _whole(cut, group) for key, cut in cuts.items()}
+    if group is not None and group.rank():
+        return None
+    found: dict[str, Any] = replaced(state, lambda leaf, _: wholes[id(leaf)] if isinstance(leaf, CutTensor) else leaf)
+    return found
 
-    def whole(leaf: Any, _: str) -> Any:
-        if not isinstance(leaf, CutTensor):
-            return leaf
-        if id(leaf) not in wholes:
-            own = {start: values.detach().to("cpu", copy=True) for start, values in leaf.pieces.items()}
-            everyones: list[Any] = [own]
-            if group is not None:
-                everyones *= group.size()
-                dist.gather_object(own, everyones if is_first else None, group=group, group_dst=0)
-            wholes[id(leaf)] = replace(leaf, pieces=dict(ChainMap(*everyones))).whole() if is_first else leaf
-        return wholes[id(leaf)]
 
-    found: dict[str, Any] = replaced(state, whole)
-    return found if is_first else None
+def _whole(cut: CutTensor, group: dist.ProcessGroup | None) -> Tensor | None:
+    """The whole tensor on rank 0, from all ranks' pieces; None on the others."""
+    own = {start: values.detach().to("cpu", copy=True) for start, values in cut.pieces.items()}
+    everyones: list[Any] = [own]
+    if group is not None:
+        everyones *= group.size()
+        dist.gather_object(own, everyones if group.rank() == 0 else None, group=group, group_dst=0)
+        if group.rank():
+            return None
+    return replace(cut, pieces=dict(ChainMap(*everyones))).whole()
