@@ -1,4 +1,4 @@
-"""How the nodes of a launch meet, as asked for, and the errors with which a node leaves while others go on.
+"""What was asked about how nodes meet, and the errors by which one node leaves the rest.
 
 This loads nothing of torch's launcher: a worker is forked before that is loaded, and has no use for it.
 """

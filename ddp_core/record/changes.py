@@ -86,7 +86,7 @@ class Changes:
         experiment = request.loaded.experiment
         if not differing(before, experiment):
             return
-        # Only a finished run can come here with another experiment: one that is longer.
+        # An unfinished run with another experiment was refused before; a finished one may be made longer.
         steps = before["result"]["steps"]
         self.attempt["extended_from"] = {**kept_length(before), "step": steps}
         total = experiment.total_steps(steps_per_epoch)

@@ -1,4 +1,4 @@
-"""What is made of a record to compute its run again: options, numerics, experiment, and the packages as pins.
+"""What a run is computed again from, read from its record: options, numerics, experiment, and the packages as pins.
 
 Pins have the form that `pip install -r` takes. A package that did not come from an index (installed from a folder, a
 file or a repository) stands in a comment: pip could not find it under its version.

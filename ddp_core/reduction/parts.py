@@ -203,7 +203,7 @@ class PartsInTwoLevels:
             part.copy_(found)
 
     def _laid(self, cuts: Sequence[slice]) -> list[slice]:
-        """The ranks' parts where they lie in the sequence in which those of a lane are neighbours."""
+        """Where each rank's part lies, by rank, in a tensor in which the parts of one lane's ranks are neighbours."""
         stops = itertools.accumulate(_size(cuts[rank]) for rank in self._order)
         found = {rank: slice(stop - _size(cuts[rank]), stop) for rank, stop in zip(self._order, stops, strict=True)}
         return [found[rank] for rank in range(self.world_size)]

@@ -34,7 +34,7 @@ class TrainedParameters:
         """Those that are trained."""
 
     def changes(self) -> dict[str, bool]:
-        """The parameters whose flag is another by now, with what it is."""
+        """The names of parameters whose flag `requires_grad` has changed, each with its new value."""
         now = [parameter.requires_grad for parameter in self._all]
         if now == self._flags:
             return {}
