@@ -19,6 +19,7 @@ import pytest
 from ddp_core.numerics.limits import LIMITS
 from ddp_core.record.environment import tell_children_of_code
 from tests.support.tiers import FULL_FOLDERS
+from tests.support.wording import UPDATE
 
 # With more threads than cores, ranks would wait for each other. Results are compared on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -46,8 +47,15 @@ if sys.platform == "linux":
 _LEAVING_SECONDS = 30
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that keeps what errors and commands say now."""
+    parser.addoption("--update-wording", action="store_true", help="keep the wording that the tests of this run meet")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Know the marker of pytest-timeout where that is missing: `make gpu-check` runs with what there is."""
+    if config.getoption("--update-wording"):
+        os.environ[UPDATE] = "1"
     if not config.pluginmanager.has_plugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): needs pytest-timeout")
 

@@ -15,6 +15,7 @@ from ddp_core.adapters.dealing import DealtBatches, WholeSteps, accumulation_ste
 from ddp_core.base.errors import UserError
 from ddp_core.sampler import GlobalOrder
 from tests.support.processes import ask
+from tests.support.wording import refusing
 
 DATA = TensorDataset(torch.arange(100))
 
@@ -58,7 +59,7 @@ def test_a_number_of_ranks_that_does_not_go_is_refused_with_those_that_do() -> N
     assert [accumulation_steps(12, ranks) for ranks in (1, 2, 3, 4, 6, 12)] == [12, 6, 4, 3, 2, 1]
     with pytest.raises(UserError, match=re.escape("start 1 or 2 or 3 or 6 ranks, or choose a multiple of 4")):
         accumulation_steps(6, 4)
-    with pytest.raises(UserError, match="to 1 ranks"):
+    with refusing():
         accumulation_steps(0, 1)
 
 
@@ -67,11 +68,11 @@ def test_data_that_cannot_be_dealt_is_refused() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(100))
 
-    with pytest.raises(UserError, match="Stream has no length"):
+    with refusing():
         WholeSteps(Stream(), 10)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="a step takes 101 samples, but the data set has 100"):
+    with refusing():
         WholeSteps(DATA, 101)
-    with pytest.raises(UserError, match="WholeSteps with BatchSampler cannot be dealt"):
+    with refusing():
         deal(DataLoader(DATA, 5, sampler=WholeSteps(DATA, 30)), 6, 0, 0, 1)
 
 

@@ -12,6 +12,7 @@ from ddp_core.base.seeds import share_of
 from ddp_core.data.splits import InMemory
 from ddp_core.reduction import ExactReduction
 from ddp_core.sampler import ElasticSampler, GlobalOrder, MicroBatches
+from tests.support.wording import refusing
 
 SAMPLES, M, SIZE = 103, 5, 4
 
@@ -173,12 +174,12 @@ def test_another_pass_over_a_step_begins_it_anew_with_other_random_numbers_on_ev
 def test_a_step_that_is_skipped_left_early_or_run_twice_is_named() -> None:
     batches = MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), SIZE)
     first, second = itertools.islice(batches, 2)
-    with pytest.raises(RuntimeError, match="position 20 of epoch 0 is out of turn: the sampler stands at 0"):
+    with refusing(RuntimeError):
         next(iter(second))
     assert len(list(first)) == M
     next(iter(second))
     assert batches.sampler.samples_trained == 20
-    with pytest.raises(RuntimeError, match="position 0 of epoch 0 is out of turn: the sampler stands at 20"):
+    with refusing(RuntimeError):
         next(iter(first))
 
 
@@ -196,12 +197,12 @@ def test_an_epoch_that_was_trained_is_not_passed_over_in_silence() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="100 samples, the sampler's order 103"):
+    with refusing(ValueError):
         MicroBatches(Ids(100), sampler_of(), Dealt(0, 1, False), SIZE)
-    with pytest.raises(ValueError, match="at least one sample"):
+    with refusing(ValueError):
         MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), 0)
     assert len(MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), 1)) == 21
-    with pytest.raises(ValueError, match="batch_sampler option is mutually exclusive"):
+    with refusing(ValueError):
         MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), SIZE, shuffle=True)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import ddp_core
 from tests.house.test_imports import ROOT, python
+from tests.support.wording import refusing
 
 SOURCE = Path(ddp_core.__file__).read_text()
 API = (ROOT / "docs" / "reference" / "api.md").read_text()
@@ -73,7 +74,7 @@ def test_a_wrong_name_gets_the_nearest(wrong: str, meant: str) -> None:
 
 
 def test_a_tool_that_asks_for_private_names_is_told_plainly() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute '__wrapped__'$"):
+    with refusing(AttributeError):
         ddp_core.__wrapped__  # noqa: B018
 
 

@@ -15,6 +15,7 @@ from benchmarks.record import record
 from tests.gpu.test_page import SMALL, lines
 from tests.support.commands import ROOT, command
 from tests.support.standin_cuda import NAME as PLAYED
+from tests.support.wording import refusing
 
 ON = {"device": "NVIDIA H100", "devices": 2, "multiprocessors": 132, "driver": "580.1", "torch": "2.13.0+cu130"}
 HEAD = {"commit": "0123456789abcdef", "dirty": True, "on": ON, "stand_in": False}
@@ -115,7 +116,7 @@ def test_the_page_is_of_the_committed_records() -> None:
 def test_what_a_stand_in_for_cuda_did_is_no_record_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     played = {"gpus": [PLAYED], "torch": "2.13.0+cu130"}
     monkeypatch.setattr("benchmarks.record.machine", lambda: played)
-    with pytest.raises(ValueError, match="a stand-in for CUDA"):
+    with refusing(ValueError):
         record("loader", "", {})
     assert json.loads(record("loader", "", {}, tmp_path / "here.json").read_text())["machine"]["gpus"] == [PLAYED]
 

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.pages import BENCHMARKS, PAGES, made_anew
 from benchmarks.record import RESULTS, recorded
+from tests.support.wording import refusing
 
 HOW = "run `python -m benchmarks.pages`, which puts the recorded results into the pages"
 IN_ROUNDS = {"seconds", "turns", "rounds", "rounds_ms"}
@@ -59,5 +60,5 @@ def test_a_page_that_has_lost_its_table_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(PAGES, page, {"| a |": lambda: "| a | c |\n|---|---|"})
     assert made_anew(page) == "| a | c |\n|---|---|\n\nIt takes 1.00\ntimes as long.\n"
     page.write_text("nothing\n")
-    with pytest.raises(ValueError, match=r"page\.md: 0 tables that begin with '\| a \|'"):
+    with refusing(ValueError):
         made_anew(page)

@@ -10,12 +10,12 @@ import pytest
 
 from ddp_core.base.beneath import NotAFile, make_folder_beneath, open_beneath, open_file, remove_beneath
 from ddp_core.base.documents import BadDocument, read_document
-from ddp_core.base.errors import UserError
 from ddp_core.base.files import LineFile, replace_file
 from ddp_core.base.shown import shown
 from ddp_core.checkpoint import Checkpointer, Fence
 from ddp_core.observe.heartbeat import clear_heartbeats
 from ddp_core.record.lock import RunLock, is_held
+from tests.support.wording import refusing
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,8 @@ def test_a_link_is_refused_by_name_and_its_target_stays(
     (run := tmp_path / "run").mkdir()
     (victim := tmp_path / "victim").write_text("dear")
     (run / name).symlink_to(victim)
-    with pytest.raises(UserError, match=f"{name} is a link") as refused:
+    with refusing():
         write(run)
-    assert refused.value.exit_code == 2
     assert victim.read_text() == "dear"
 
 
@@ -44,13 +43,13 @@ def test_nothing_is_written_or_removed_through_a_folder_that_is_a_link(tmp_path:
     (elsewhere / "rank-0.json").write_text("dear")
     for name in ("heartbeats", "checkpoints"):
         (run / name).symlink_to(elsewhere)
-    with pytest.raises(UserError, match="heartbeats is a link"):
+    with refusing():
         clear_heartbeats(run)
-    with pytest.raises(UserError, match="heartbeats is a link"):
+    with refusing():
         replace_file(run / "heartbeats" / "rank-0.json", "", root=run)
-    with pytest.raises(UserError, match="heartbeats is a link"):
+    with refusing():
         make_folder_beneath(run / "heartbeats")
-    with pytest.raises(UserError, match="checkpoints is a link"):
+    with refusing():
         Checkpointer(run / "checkpoints", fence=Fence.take(run))
     assert [file.read_text() for file in elsewhere.iterdir()] == ["dear"]
 
@@ -73,7 +72,7 @@ def test_a_pipe_is_neither_read_nor_written(tmp_path: Path) -> None:
         read_document(pipe, dict)
     assert not is_held(tmp_path)
     for flags in (os.O_WRONLY, os.O_RDWR):
-        with pytest.raises(UserError, match=r"run\.lock is a pipe or a device"):
+        with refusing():
             open_beneath(pipe, flags | os.O_CREAT)
 
 

@@ -10,6 +10,7 @@ import pytest
 from typing_extensions import TypedDict
 
 from ddp_core.base.documents import MOST_DEPTH, BadDocument, Count, FilePath, json_text, parse_document, read_document
+from tests.support.wording import refusing
 
 
 class Item(TypedDict):
@@ -74,7 +75,7 @@ def test_as_many_levels_as_allowed_are_read() -> None:
 def test_a_format_is_asked_for() -> None:
     assert parse_document('{"format": "a/1", "number": 1}', Item, "a/1")["number"] == 1
     for other in ('{"format": "a/2", "number": 1}', '{"number": 1}', "[]", '{"format": ["a/1"]}'):
-        with pytest.raises(BadDocument, match="not of format a/1"):
+        with refusing(BadDocument):
             parse_document(other, Item, "a/1")
 
 
@@ -89,15 +90,15 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text("[" + " " * 998 + "]")
     assert read_document(file, list, most_bytes=1000) == []
-    with pytest.raises(BadDocument, match="larger than 999 bytes"):
+    with refusing(BadDocument):
         read_document(file, list, most_bytes=999)
 
 
 def test_what_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(BadDocument, match="not a file"):
+    with refusing(BadDocument):
         read_document(tmp_path / "pipe", Item)
-    with pytest.raises(BadDocument, match="not a file"):
+    with refusing(BadDocument):
         read_document(Path("/dev/zero"), Item)
     with pytest.raises(IsADirectoryError):
         read_document(tmp_path, Item)

@@ -18,6 +18,7 @@ from ddp_core.checkpoint.manifest import Damaged, pointed_step, read_manifest
 from ddp_core.checkpoint.state import Snapshots
 from tests.core.checkpoint.children import state_of
 from tests.support.processes import HANG
+from tests.support.wording import refusing
 
 MANIFEST = {
     "format": "ddp-checkpoint/1",
@@ -44,7 +45,7 @@ def test_a_manifest_holds_finite_numbers_only(tmp_path: Path) -> None:
     seal = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     path = tmp_path / "step-000000001.json"
     path.write_text(json.dumps(content | {"seal": seal}))
-    with pytest.raises(Damaged, match="its seal does not fit"):
+    with refusing(Damaged):
         read_manifest(path)
 
 
@@ -82,7 +83,7 @@ def test_metadata_that_could_not_be_read_back_are_not_saved(tmp_path: Path) -> N
     deep: list[Any] = []
     for _ in range(200):
         deep = [deep]
-    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match="nested deeper than 100 levels"):
+    with Checkpointer(tmp_path) as checkpointer, refusing(ValueError):
         checkpointer.save(state_of(1), step=1, epoch=0, metadata={"deep": deep})
     assert find_checkpoints(tmp_path) == []
 

@@ -15,6 +15,7 @@ from ddp_core.checkpoint import Checkpointer, Superseded, best_checkpoint, descr
 from ddp_core.checkpoint.ranks import Ranks, telling_others
 from ddp_core.checkpoint.state import Snapshots, StateTensors, replaced
 from tests.core.checkpoint.children import state_of
+from tests.support.wording import refusing
 
 SAVED = r"checkpoint of step {}: \d+(\.\d+)? \w+ in (\d+\.\d{{3}}) s"
 
@@ -61,7 +62,7 @@ def test_every_checkpoint_may_be_kept(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_does_not_know_are_no_metadata(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match="Out of range float values"):
+    with Checkpointer(tmp_path) as checkpointer, refusing(ValueError):
         checkpointer.save(state_of(1), step=1, epoch=0, metadata={"loss": float("nan")})
 
 
@@ -91,7 +92,7 @@ def test_a_failed_copy_fails_every_thread_that_waits_for_it() -> None:
     snapshots._left.append((torch.zeros(2), torch.ones(3)))
     with pytest.raises(RuntimeError, match="must match"):
         snapshots.carry_on()
-    with pytest.raises(RuntimeError, match="a part of the state could not be copied"):
+    with refusing(RuntimeError):
         snapshots.carry_on()
     assert snapshots.copy(own, now=[])["a"].shape == (3,)
     snapshots.carry_on()
@@ -102,7 +103,7 @@ def test_names_of_a_state_are_dotted_from_its_top() -> None:
     shape = ["float32", [1]]
     assert describe([one, {"a": (one, 5)}]) == {"0": shape, "1.a.0": shape}
     assert describe({("a", 1): one, 2: [one]}) == {"('a', 1)": shape, "2.0": shape}
-    with pytest.raises(TypeError, match=r"state\['a'\] has a key .* of type object"):
+    with refusing(TypeError):
         describe({"a": {object(): one}})
     seen: list[str] = []
     replaced([1, {"a": (2, [3])}], lambda leaf, name: seen.append(name))

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode
 from ddp_core.cli.devices import check_gpus, choose_layout
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Asked
 from ddp_core.distributed.world import World
+from tests.support.wording import refusing
 
 
 def layout_on(monkeypatch: pytest.MonkeyPatch, gpus: int, **asked: Any) -> Layout:
@@ -58,26 +59,25 @@ def test_a_launcher_outside_may_show_each_rank_one_gpu(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "kind", "reduction", "backend", "told"),
+    ("gpus", "kind", "reduction", "backend"),
     [
-        (0, "single", "exact", "auto", "asked for 1 CUDA device, found 0; what would run here: --layout single --dev"),
-        (0, "ddp", "exact", "gloo", "asked for 4 CUDA devices, found 0"),
-        (1, "dp", "plain", "auto", "4 replicas, but 1 GPU is here: nn.DataParallel, .* --nproc-per-node 1, or --reduc"),
+        (0, "single", "exact", "auto"),
+        (0, "ddp", "exact", "gloo"),
+        (1, "dp", "plain", "auto"),
         (
             2,
             "ddp",
             "exact",
             "nccl",
-            "4 ranks, but 2 GPUs are here: nccl needs .* --nproc-per-node 2, or --back",
         ),
     ],
 )
 def test_what_cannot_run_is_refused_with_what_would(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, kind: Any, reduction: Any, backend: str, told: str
+    monkeypatch: pytest.MonkeyPatch, gpus: int, kind: Any, reduction: Any, backend: str
 ) -> None:
     monkeypatch.setattr("ddp_core.cli.devices.gpus_here", lambda: gpus)
     layout = Layout(kind=kind, device="cuda", nproc_per_node=1 if kind == "single" else 4)
-    with pytest.raises(UserError, match=told) as raised:
+    with refusing() as raised:
         check_gpus(layout, reduction, backend, World())
     assert raised.value.exit_code == ExitCode.RESOURCES
     assert "--device cpu" in str(raised.value)

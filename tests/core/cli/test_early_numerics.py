@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from ddp_core.base.errors import UserError
 from ddp_core.cli import early_numerics
 from ddp_core.cli.early_numerics import EarlyNumerics, expected_numerics
 from ddp_core.cli.prepare import prepare
@@ -20,6 +19,7 @@ from ddp_core.config.options import Asked
 from ddp_core.numerics.limits import LIMITS, portable_refused_by
 from tests.support.commands import ROOT, ddp, trained, without_limits
 from tests.support.processes import HANG
+from tests.support.wording import refusing
 
 TEXT = '''"""Does it start?"""
 from ddp_core.config.experiment import Component, Experiment, Optimizer
@@ -105,7 +105,7 @@ def test_a_program_that_goes_on_keeps_its_variables(monkeypatch: pytest.MonkeyPa
 
 def test_a_program_that_has_loaded_torch_without_the_limits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MKL_CBWR")
-    with pytest.raises(UserError, match="torch was loaded without the limits"):
+    with refusing():
         prepare(Asked(experiment="toy_mlp", numerics="portable", device="cpu"), "ddp")
 
 

@@ -12,6 +12,7 @@ from ddp_core.base.errors import UserError
 from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.config.layout import Layout, ShardMode
+from tests.support.wording import refusing
 
 
 def experiment(**fields: Any) -> Experiment:
@@ -112,9 +113,9 @@ def test_without_micro_batch_each_takes_an_equal_share_or_the_nearest_sizes_are_
 def test_more_ranks_than_micro_batches_is_an_error_with_both_ways_out() -> None:
     given = experiment(global_batch_size=16, micro_batch=4)
     assert BatchCut.of(given, Layout(kind="ddp", nproc_per_node=4)).accumulation_steps == 1
-    with pytest.raises(UserError, match=r"at most 4 ranks, or --set global_batch_size=20"):
+    with refusing():
         BatchCut.of(given, Layout(kind="ddp", nproc_per_node=5))
-    with pytest.raises(UserError, match="at most 4 replicas"):
+    with refusing():
         BatchCut.of(given, Layout(kind="dp", nproc_per_node=5))
 
 

@@ -16,6 +16,7 @@ from ddp_core.data.augment import Augmentation, crop_and_flip, shift_and_flip, t
 from ddp_core.data.builders import DATA
 from ddp_core.data.splits import InMemory, Splits
 from tests.support.processes import run_processes
+from tests.support.wording import refusing
 
 SMALL = {name: {"samples": 50, "image_size": 8, "pool": 20} for name in ("random_images", "random_byte_images")}
 WITHOUT_FILES = sorted(set(DATA) - {"fashion_mnist", "cifar10", "image_folder"})
@@ -150,7 +151,7 @@ def test_a_book_that_is_not_as_it_came_is_refused(damage: str, tmp_path: Path, m
     if damage == "changed":
         book.write_bytes(characters.BOOK.read_bytes().replace(b"\n", b"\r\n"))
     monkeypatch.setattr(characters, "BOOK", book)
-    with pytest.raises(UserError, match=rf"{book}.*install ddp_core again") as failure:
+    with refusing() as failure:
         DATA["characters"]()
     assert "\n" not in str(failure.value)
 
@@ -312,7 +313,7 @@ def test_partial_and_damaged_files_are_noticed(name: str, file: str, damage: str
     path.unlink()
     if damage != "missing":
         path.write_bytes({"cut": content[:-3], "empty": b"", "other": b"<html>404</html>"}[damage])
-    with pytest.raises(UserError, match=f"{path}.*ddp data fetch {name}"):
+    with refusing():
         DATA[name](root=tmp_path)
 
 
@@ -320,10 +321,10 @@ def test_labels_must_fit_the_images_and_the_classes(tmp_path: Path) -> None:
     write_fashion(tmp_path)
     labels = tmp_path / "FashionMNIST" / "raw" / "train-labels-idx1-ubyte"
     write_idx(labels, np.zeros(29, dtype=np.uint8))
-    with pytest.raises(UserError, match="30 images but 29 labels"):
+    with refusing():
         DATA["fashion_mnist"](root=tmp_path)
     write_idx(labels, np.full(30, 10, dtype=np.uint8))
-    with pytest.raises(UserError, match="0 to 9"):
+    with refusing():
         DATA["fashion_mnist"](root=tmp_path)
 
 

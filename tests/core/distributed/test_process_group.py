@@ -19,6 +19,7 @@ from ddp_core.distributed import process_group
 from ddp_core.distributed.process_group import Collectives, agreed_backend
 from ddp_core.distributed.world import World
 from tests.support.feigned_nccl import Event, done
+from tests.support.wording import refusing
 
 __all__ = ["done"]
 
@@ -141,7 +142,7 @@ def test_a_wait_for_the_device_ends_when_nccl_fails(monkeypatch: pytest.MonkeyPa
     failures: list[str | None] = [None, "REMOTE_ERROR"]
     monkeypatch.setattr(process_group, "nccl_failure", lambda _: failures.pop(0))
     event: Any = Event()
-    with pytest.raises(dist.DistBackendError, match="NCCL met a REMOTE_ERROR"):
+    with refusing(dist.DistBackendError):
         collectives().await_event(event)
     monkeypatch.setattr(process_group, "nccl_failure", lambda _: None)
     event = Event()
@@ -154,5 +155,5 @@ def test_an_event_that_is_reached_proves_nothing_where_nccl_has_failed(monkeypat
     """An abort ends NCCL's kernels, so that the device goes on without what they should have received."""
     monkeypatch.setattr(process_group, "nccl_failure", lambda _: "TIMEOUT")
     event: Any = SimpleNamespace(query=lambda: True)
-    with pytest.raises(dist.DistBackendError, match="NCCL met a TIMEOUT"):
+    with refusing(dist.DistBackendError):
         collectives().await_event(event)

@@ -16,6 +16,7 @@ from ddp_core.experiment.building import callbacks_of, optimizer_of, schedule_of
 from ddp_core.experiment.file import LoadedExperiment
 from ddp_core.experiment.request import build_parts
 from ddp_core.observe.step import StepObserver
+from tests.support.wording import refusing
 
 HEAD = """
 import torch
@@ -83,7 +84,7 @@ def test_an_optimizer_of_the_files_own_is_used_and_its_options_can_be_set(tmp_pa
     parts = build_parts(file, Path("data"))
     assert type(parts.optimizer) is torch.optim.Adagrad
     assert [group["lr"] for group in parts.optimizer.param_groups] == [0.5, 0.05]
-    with pytest.raises(UserError, match=r"optimizer\.learning_rate: .*did you mean|no such setting"):
+    with refusing():
         loaded(tmp_path, text, "optimizer.learning_rate=1")
 
 

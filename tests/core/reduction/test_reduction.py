@@ -24,6 +24,7 @@ from ddp_core.reduction.communication import CommunicationThreads
 from ddp_core.reduction.exchange import LINE_BYTES, cut
 from ddp_core.reduction.flat import views_of
 from tests.core.reduction.test_tree import by_definition
+from tests.support.wording import refusing
 
 
 class Net(nn.Module):
@@ -230,18 +231,18 @@ def test_another_number_of_micro_batches_holds_for_one_step() -> None:
         assert exact.share == range(3)
         step(exact, inputs())
         assert exact.share == range(4)
-        with pytest.raises(ValueError, match="at least one"):
+        with refusing(ValueError):
             exact.begin(0)
 
 
 def test_misuse_is_named() -> None:
     net = Net()
     exact = ExactReduction(net, 4)
-    with pytest.raises(RuntimeError, match="micro-batch 0 of"):
+    with refusing(RuntimeError):
         exact.finish()
-    with pytest.raises(ValueError, match="out of turn"), exact.micro_batch(1):
+    with refusing(ValueError), exact.micro_batch(1):
         pass
-    with pytest.raises(ValueError, match="at least one micro-batch"):
+    with refusing(ValueError):
         ExactReduction(net, 0)
     with pytest.raises(ValueError, match="'dealt'"):
         ExactReduction(net, 4, shares="dealt")  # type: ignore[arg-type]

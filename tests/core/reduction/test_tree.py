@@ -14,6 +14,7 @@ from ddp_core.reduction import GradientTree, Span, canonical_subtrees, fold, fol
 from ddp_core.reduction.contiguous import _flatten, _fold_into_bucket
 from ddp_core.reduction.flat import fill_
 from ddp_core.reduction.one_level import Plan, plan_for
+from tests.support.wording import refusing
 
 quick = settings(deadline=None, max_examples=60)
 
@@ -56,7 +57,7 @@ def test_shares_are_contiguous_and_cover_all_micro_batches(micro_batches: int, d
 def test_more_ranks_than_micro_batches_is_refused() -> None:
     with pytest.raises(ValueError, match="idle"):
         share(3, 0, 4)
-    with pytest.raises(ValueError, match="does not exist"):
+    with refusing(ValueError):
         share(3, 3, 3)
 
 
@@ -204,7 +205,7 @@ def test_the_tree_refuses_what_does_not_fit() -> None:
     tree.push([torch.ones(1)])
     with pytest.raises(ValueError, match="already"):
         tree.push([torch.ones(1)])
-    with pytest.raises(ValueError, match="not a range"):
+    with refusing(ValueError):
         GradientTree(4, 2, 5)
-    with pytest.raises(ValueError, match="not a range"):
+    with refusing(ValueError):
         canonical_subtrees(0, 3, 2)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode
 from ddp_core.distributed.stop import signal_named
 from tests.core.run.test_whose_fault import HEAD
 from tests.support.commands import Ended, ddp, without_limits
 from tests.support.processes import HANG
+from tests.support.wording import refusing
 
 SEVERAL_LINES = """
 def label(index):
@@ -87,7 +88,7 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["KILL", "SIGSTOP"])
 def test_a_signal_that_no_process_can_handle_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match="no process can handle this signal"):
+    with refusing():
         signal_named(name)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_core.base.errors import UserError
 from ddp_core.sharding.elementwise import require_elementwise
+from tests.support.wording import refusing
 
 ELEMENTWISE = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 
@@ -54,15 +54,12 @@ def test_those_of_torch_that_are_not_elementwise_are_refused_with_the_reason(
     make: Callable[..., torch.optim.Optimizer], reason: str
 ) -> None:
     optimizer = make(parameters())
-    with pytest.raises(
-        UserError, match=f"^{type(optimizer).__name__} does not treat each element by itself: {reason}"
-    ) as refused:
+    with refusing() as refused:
         require_elementwise(optimizer)
-    assert refused.value.exit_code == 2
     assert "\n" not in str(refused.value)
 
 
 def test_ones_own_optimizer_has_to_say_it() -> None:
     """Also one that is derived from an optimizer of torch: it may do anything else in its step."""
-    with pytest.raises(UserError, match=r"^Own does not say that it updates each .*elementwise = True"):
+    with refusing():
         require_elementwise(Own(parameters()))

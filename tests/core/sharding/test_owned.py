@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction.exchange import LINE_BYTES
 from ddp_core.sharding.owned import Owned, Rows
+from tests.support.wording import refusing
 
 LINE = LINE_BYTES // 4
 IMAGE = nn.Parameter(torch.arange(24.0).view(2, 3, 2, 2).contiguous(memory_format=torch.channels_last))
@@ -55,7 +56,7 @@ def test_no_other_part_of_a_checkpoint_is_read() -> None:
 
 @pytest.mark.parametrize("make", [lambda: piece(5, 17), lambda: Rows("image", IMAGE, torch.ones(12), 0, 2)])
 def test_values_of_another_shape_are_refused_by_name(make: Callable[[], Owned]) -> None:
-    with pytest.raises(ValueError, match=r"image has the shape \[2, 3, 2, 2\], not \[24\]"):
+    with refusing(ValueError):
         make().of_whole(torch.ones(24))
 
 

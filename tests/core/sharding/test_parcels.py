@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ddp_core.reduction.flat import Gradients
 from ddp_core.sharding.parcels import Parcel, Turns, group_parcels
 from ddp_core.sharding.shards import Shards
+from tests.support.wording import refusing
 
 
 class Letter(Parcel):
@@ -116,5 +117,5 @@ def test_a_gradient_that_is_made_again_after_it_was_sent_is_refused() -> None:
     parcel.open()
     layer(torch.ones(1, 2)).sum().backward()
     assert parcel.is_sent
-    with pytest.raises(RuntimeError, match="got gradients twice in one backward"):
+    with refusing(RuntimeError):
         layer(torch.ones(1, 2)).sum().backward()

@@ -15,6 +15,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.trainers.named_sums import NamedMetric, NamedSums
+from tests.support.wording import refusing
 
 BATCHES = 7
 
@@ -161,5 +162,5 @@ def test_figures_that_change_between_batches_are_refused(change: Any, words: lis
         added([0, BATCHES - 1], metrics)
     assert all(word in str(failure.value) for word in words), str(failure.value)
     others = [added([0], metrics), added([BATCHES - 1], metrics)]
-    with pytest.raises(UserError, match="for one batch and"):
+    with refusing():
         totals(NamedSums({"": metrics}, BATCHES), _Ranks(others))

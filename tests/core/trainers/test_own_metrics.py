@@ -13,6 +13,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.trainers.own_metrics import OwnFigures, OwnMetrics
+from tests.support.wording import refusing
 
 CPU = torch.device("cpu")
 ALONE = Collectives(World(), CPU)
@@ -86,7 +87,7 @@ def test_what_finish_returns_is_reported(made: Any, expected: dict[str, Any]) ->
 def test_the_function_itself_may_have_a_finish() -> None:
     own = Finished(both, lambda sums: {"ratio": sums["total"] / sums["ones"]})
     assert figures(own) == {"test_ratio": 0.75}
-    with pytest.raises(UserError, match="dict of name"):
+    with refusing():
         figures(Finished(both, lambda sums: sums["total"]))
 
 

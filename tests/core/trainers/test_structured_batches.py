@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_core.base.errors import UserError
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.trainers.data_parallel import _joined
 from ddp_core.trainers.passes import Passes, call
+from tests.support.wording import refusing
 
 ONE, TWO = torch.ones(3, 2), torch.full((3, 2), 2.0)
 
@@ -60,12 +60,12 @@ def test_a_round_of_data_parallel_is_joined_at_every_place_of_the_tree() -> None
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    "other",
     [
-        (torch.ones(2, 4), "have different shapes .*let collate pad to a fixed length, or use --layout ddp"),
-        (torch.ones(7), "a micro-batch of 2 samples has a tensor with 7 there; .*--layout ddp"),
+        torch.ones(2, 4),
+        torch.ones(7),
     ],
 )
-def test_what_data_parallel_cannot_cut_is_refused(other: Tensor, words: str) -> None:
-    with pytest.raises(UserError, match=words):
+def test_what_data_parallel_cannot_cut_is_refused(other: Tensor) -> None:
+    with refusing():
         _joined([(ONE, torch.ones(3)), (other, torch.ones(2))], [3, 2])

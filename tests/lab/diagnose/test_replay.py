@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ddp_core.base.errors import UserError
 from ddp_lab.diagnose.findings import Finding
 from ddp_lab.diagnose.recorder import digest
 from ddp_lab.diagnose.replay import Part, remaining, replay, sums_in_some_order
 from ddp_lab.diagnose.tape import Content, Entry, Place, Reduction, StepMade, Tape, read_tape
 from ddp_lab.diagnose.trace import Rank, Run
+from tests.support.wording import refusing
 
 PARTS = [torch.tensor([each, 1.0]) for each in (1e8, 1.0, -1e8)]
 """Of the first element, each order has another sum."""
@@ -64,7 +64,7 @@ def test_what_is_no_sum_is_told_apart(tmp_path: Path) -> None:
 
 
 def test_weights_that_no_replay_comes_to_are_no_answer(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="made again in one process, give another w after step 1"):
+    with refusing():
         answer(tmp_path, reducing(PARTS[0] + PARTS[1] + PARTS[2], weight=torch.zeros(2)))
 
 
