@@ -50,8 +50,9 @@ def main() -> int:
         os.execve(sys.executable, words, {**os.environ, **LIMITS, "KINETO_LOG_LEVEL": "99"})
     choose_kernels()
     names: set[str] = set()
-    operations = all_operations()
     with portable_kernels():
+        with _traced(names):
+            operations = all_operations()
         for operation in operations.values():
             with _traced(names):
                 operation()
