@@ -27,7 +27,7 @@ def are_best(best: str | None, *figures: object) -> list[bool]:
 
 
 def test_more_or_less_of_any_figure_is_better() -> None:
-    assert are_best("max f1", 0.5, 0.4, 0.6) == are_best("max test_f1", 0.5, 0.4, 0.6) == [True, False, True]
+    assert are_best("max f1", 0.5, 0.5, 0.6) == are_best("max test_f1", 0.5, 0.5, 0.6) == [True, False, True]
     assert are_best("min f1", 0.5, 0.4, 0.6) == [True, True, False]
     assert are_best("max f1", None, math.nan, 0.1) == [False, False, True]
     assert are_best(None, 0.1, 0.2) == [True, False]
