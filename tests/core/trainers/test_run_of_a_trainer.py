@@ -29,7 +29,6 @@ from ddp_core.distributed.world import World
 from ddp_core.live.collectives import LiveCollectives
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.losses import class_hits, cross_entropy, mean_squared_error
-from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.callback import Callback
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.sampler import GlobalOrder
@@ -115,14 +114,6 @@ def test_an_epoch_ends_with_an_evaluation_and_a_mean_over_its_samples() -> None:
     assert frozen.state.position.last_epoch_loss == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_run_may_end_inside_an_epoch() -> None:
-    trainer = finished(experiment(epochs=5, max_steps=6), test=samples(30, seed=9))
-    assert trainer.state.step == trainer.steps.total == 6
-    assert trainer.state.position.evaluation
-    expected = finished(experiment(epochs=1), test=samples(30, seed=9))
-    assert trainer.steps.per_epoch == expected.steps.per_epoch == 4
-
-
 @pytest.mark.parametrize("length", [{"epochs": 3}, {"epochs": 5, "max_steps": 6}], ids=["epochs", "max_steps"])
 def test_what_a_run_ends_with_is_evaluated_whenever_that_is(length: dict[str, int]) -> None:
     """By `every_epochs` no epoch of these runs is due."""
@@ -187,15 +178,6 @@ def test_a_stop_that_is_asked_for_after_the_update_is_met_although_room_is_to_be
         with pytest.raises(Stopped, match="SIGTERM"):
             trainer.train()
         assert trainer.state.step == trainer.saving.newest_step == 2
-
-
-def test_an_evaluation_as_good_as_the_best_is_not_a_better_one() -> None:
-    with trainer_of(experiment()) as trainer:
-        state, found = trainer.state, []
-        for state.step, accuracy in enumerate((0.5, 0.5, 0.4, 0.6), 1):
-            state.take_evaluation({"test_accuracy": accuracy})
-            found.append(state.is_best)
-    assert found == [True, False, False, True]
 
 
 def test_a_time_limit_is_a_request_to_stop() -> None:
@@ -311,26 +293,6 @@ def test_every_entry_of_the_state_comes_back(tmp_path: Path) -> None:
     assert _entries(fresh) == expected
 
 
-def test_the_state_holds_tensors_and_plain_types_only() -> None:
-    model = batch_norm_and_dropout()
-    state = TrainState(
-        model, build_optimizer(experiment(**RECIPES["adamw"]).optimizer, model), torch.amp.GradScaler("cpu")
-    ).state_dict()
-
-    def check(value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                assert isinstance(key, str | int)
-                check(inner)
-        elif isinstance(value, list | tuple):
-            for inner in value:
-                check(inner)
-        else:
-            assert value is None or isinstance(value, bool | int | float | str | Tensor), type(value)
-
-    check(state)
-
-
 def test_every_rank_sees_its_own_share_of_every_step() -> None:
     record = experiment(last_batch="keep", epochs=2)
     for count in (1, 2, 3, 4):
@@ -442,11 +404,6 @@ def test_a_skipped_step_changes_neither_weights_nor_buffers(layout: Layout, redu
     before, after = (recorder.weights[recorder.seen.index((moment, 2))] for moment in ("before_step", "after_step"))
     assert after == before
     assert all(value.isfinite().all() for value in recorder.trainer.state.model.state_dict().values())
-
-
-def test_a_job_stays_as_it_was_given() -> None:
-    with trainer_of(experiment()) as trainer, pytest.raises(dataclasses.FrozenInstanceError):
-        trainer.job.observers = ()  # type: ignore[misc]
 
 
 class Clamped(nn.Module):
