@@ -52,9 +52,7 @@ def main() -> int:
     names: set[str] = set()
     with portable_kernels():
         with _traced(names):
-            operations = all_operations()
-        for operation in operations.values():
-            with _traced(names):
+            for operation in all_operations().values():
                 operation()
         for name, steps in published().training_steps.items():
             with _traced(names):

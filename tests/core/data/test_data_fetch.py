@@ -22,7 +22,6 @@ from ddp_core.data import fetch
 from ddp_core.data.builders import DATA
 from ddp_core.data.fetch import fetch_data_set
 from tests.core.data.test_data import write_cifar, write_fashion
-from tests.support.wording import refusing
 
 RAW = Path("FashionMNIST") / "raw"
 
@@ -129,8 +128,9 @@ def test_a_download_that_fails_leaves_nothing_to_train_on(
         server.files[name], server.break_after = published, 100
     elif fault == "is wrong":
         server.files[name] = gzip.compress(b"something else")
-    with refusing() as failure:
+    with pytest.raises(UserError, match=f"could not fetch {server.url(name)}: ") as failure:
         fetch_data_set("cifar10", root)
+    assert failure.value.exit_code == ExitCode.BAD_INPUT
     assert f"run again: ddp data fetch cifar10 --data-dir {root}" in str(failure.value)
     assert "\n" not in str(failure.value)
     assert not (root / "cifar-10-batches-py").exists()
@@ -142,7 +142,7 @@ def test_a_download_that_fails_leaves_nothing_to_train_on(
 def test_the_next_mirror_is_tried(made: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = import_torchvision("datasets")
     monkeypatch.setattr(known.FashionMNIST, "mirrors", [server.url("nothing/"), "http://127.0.0.1:9/no/"])
-    with refusing():
+    with pytest.raises(UserError, match=r"HTTP Error 404.*refused.*refused"):
         fetch_data_set("fashion_mnist", tmp_path)
     monkeypatch.setattr(fetch, "_SECOND_MIRROR", server.url(""))
     fetch_data_set("fashion_mnist", tmp_path)
@@ -150,7 +150,7 @@ def test_the_next_mirror_is_tried(made: Path, server: Server, tmp_path: Path, mo
 
 
 def test_unknown_names_get_the_nearest_right_one(tmp_path: Path) -> None:
-    with refusing():
+    with pytest.raises(UserError, match="did you mean cifar10"):
         fetch_data_set("cifar", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -158,7 +158,7 @@ def test_unknown_names_get_the_nearest_right_one(tmp_path: Path) -> None:
 def test_two_at_once_are_kept_apart(made: Path, tmp_path: Path) -> None:
     with (tmp_path / ".cifar10.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with refusing():
+        with pytest.raises(UserError, match="another process is fetching cifar10"):
             fetch_data_set("cifar10", tmp_path)
     fetch_data_set("cifar10", tmp_path)
 

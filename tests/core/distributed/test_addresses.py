@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from ddp_core.base.errors import ExitCode
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed import addresses
 from ddp_core.distributed.addresses import address_served, give_up_silence, gloo_towards, listen_at, store_on
 from ddp_core.distributed.process_group import process_group
@@ -19,7 +19,6 @@ from ddp_core.distributed.world import World
 from ddp_core.launch.meeting import join
 from ddp_core.launch.nodes import Meeting
 from tests.support.processes import ask, free_port, run_processes
-from tests.support.wording import refusing
 
 ELSEWHERE = "192.0.2.77"
 """An address that no machine has (RFC 5737)."""
@@ -46,14 +45,15 @@ def test_a_store_listens_at_its_address_alone(address: str | None, expected: set
 
 
 def test_an_address_of_another_machine_is_bad_input() -> None:
-    with refusing():
+    with pytest.raises(UserError, match=rf"has the address {ELSEWHERE}; there are: .*127\.0\.0\.1 \(lo") as raised:
         listen_at(ELSEWHERE, 0)
+    assert raised.value.exit_code == ExitCode.BAD_INPUT
 
 
 def test_a_port_in_use_is_named_with_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        with refusing() as raised:
+        with pytest.raises(UserError, match=f"^PORT={port} is in use; take another$") as raised:
             listen_at("127.0.0.1", port, "PORT={port}", "take another")
     assert raised.value.exit_code == ExitCode.RESOURCES
 

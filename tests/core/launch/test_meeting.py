@@ -25,7 +25,6 @@ from ddp_core.launch import meeting
 from ddp_core.launch.meeting import facts_of_nodes, join, own_address, require_same_request
 from ddp_core.launch.nodes import Meeting, RendezvousLost
 from tests.support.processes import HANG
-from tests.support.wording import refusing
 
 
 def test_torch_has_understood_the_settings() -> None:
@@ -68,7 +67,7 @@ def test_an_endpoint_is_a_host_and_a_port(endpoint: str) -> None:
 
 
 def test_a_name_that_nobody_knows_may_be_known_later() -> None:
-    with refusing(RendezvousLost):
+    with pytest.raises(RendezvousLost, match="the rendezvous at nowhere"):
         own_address(Meeting(endpoint="nowhere.invalid:1234"))
 
 
