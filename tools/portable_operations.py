@@ -46,13 +46,14 @@ def main() -> int:
         PAGE.write_text(page(), encoding="utf-8")
         return 0
     if not limits_hold():
-        words = [sys.executable, "-m", "tools.portable_operations", *sys.argv[1:]]
-        os.execve(sys.executable, words, {**os.environ, **LIMITS, "KINETO_LOG_LEVEL": "99"})
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **LIMITS, "KINETO_LOG_LEVEL": "99"})
     choose_kernels()
     names: set[str] = set()
     with portable_kernels():
         with _traced(names):
-            for operation in all_operations().values():
+            operations = all_operations()
+        for operation in operations.values():
+            with _traced(names):
                 operation()
         for name, steps in published().training_steps.items():
             with _traced(names):
