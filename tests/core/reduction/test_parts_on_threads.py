@@ -174,3 +174,42 @@ def test_a_round_sends_one_leaf_out_of_a_node_and_gathering_one_sum(
     assert outside(gathered, groups) == [3 * once] * nodes
     # One message to each neighbour, and one to the same place on each other node.
     assert len(pushed) == 2 * size * (len(groups[0]) - 1 + nodes - 1)
+
+
+def test_small_tensors_take_one_level_and_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)
+    groups, elements = SEVERAL["2 x 2"], 512
+
+    def cuts_and_messages(limit: float, rounds: int = 1) -> tuple[Any, int]:
+        monkeypatch.setattr(PointToPoint, "one_round_bytes", limit)
+        found = on_threads(4, lambda group: parts_on(group, groups, CPU).cuts(elements, torch.float32, rounds))
+        quarters = cut(elements, 4, torch.float32)
+        plan = plan_for(4, 4)
+        work = sent(groups, lambda parts: at_once(parts.fold([torch.ones(elements)], torch.empty(0), plan, quarters)))
+        return found[0], len(work)
+
+    whole, two_levels = [slice(0, elements)] * 4, [slice(0, 128), slice(256, 384), slice(128, 256), slice(384, 512)]
+    # Two ranks send their leaf to two others: 4 N in place of N/2, and of N/2 for gathering.
+    assert cuts_and_messages(3 * 4 * elements)[0] == whole
+    assert cuts_and_messages(3 * 4 * elements - 1)[0] == two_levels
+    # In two rounds, 8 N in place of N, and of N/2.
+    assert cuts_and_messages(6.5 * 4 * elements, 2)[0] == whole
+    assert cuts_and_messages(6.5 * 4 * elements - 1, 2)[0] == two_levels
+    # In one level N leave a node in place of N/2, in 3 messages of each rank.
+    assert cuts_and_messages(4 * elements / 2)[1] == 4 * 3
+    assert cuts_and_messages(4 * elements / 2 - 1)[1] == 4 * (1 + 1)
+
+
+def test_the_parts_of_a_deputy_are_neighbours() -> None:
+    assert order_of((), 3) == range(3)
+    assert order_of(((0, 1), (2, 3)), 4) == [0, 2, 1, 3]
+    assert order_of(((0, 1, 2), (3,), (4, 5)), 6) == range(6), "nodes with unlike numbers of ranks have one level"
+
+
+def test_one_rank_alone_has_all() -> None:
+    alone, leaf = parts_on(None, (), CPU), torch.ones(3)
+    assert alone.cuts(3, torch.float32, 2) == [slice(0, 3)]
+    (total,) = at_once(alone.fold([leaf], leaf, plan_for(1, 1), [slice(0, 3)]))
+    assert total is leaf
+    alone.gather([(leaf, [slice(0, 3)])])
+    assert leaf.tolist() == [1, 1, 1]

@@ -75,3 +75,23 @@ def test_no_gradient_at_all_is_zeros_that_add_nothing(made: Made) -> None:
     assert torch.copysign(torch.ones(()), flat).tolist() == [-1.0] * 4
     assert flat.tolist() == [0.0] * 4
     assert parcel.like.shape == (0,)
+
+
+def test_memory_that_nobody_reads_is_one_for_all() -> None:
+    unread, cpu = UnreadMemory(), torch.device("cpu")
+    many = unread.of(6, torch.float64, cpu)
+    assert (many.shape, many.dtype) == ((6,), torch.float64)
+    few = [unread.of(3, torch.float64, cpu), unread.of(6, torch.float64, cpu)]
+    assert [(each.numel(), each.data_ptr()) for each in few] == [(3, many.data_ptr()), (6, many.data_ptr())]
+    other = unread.of(3, torch.float32, cpu)
+    assert (other.shape, other.dtype) == ((3,), torch.float32)
+    assert unread.of(9, torch.float32, cpu).shape == (9,)
+
+
+def test_what_torch_would_write_sums_to_is_memory_that_nobody_reads(made: Made) -> None:
+    part, _, _ = made
+    of = {"dtype": torch.float64, "device": torch.device("cpu")}
+    sums, more, whole, another = (part.handover.allocate(size, **of) for size in ((2,), (2,), (4,), (4,)))
+    assert [each.dtype for each in (sums, whole)] == [torch.float64] * 2
+    assert sums.data_ptr() == more.data_ptr()
+    assert len({sums.data_ptr(), whole.data_ptr(), another.data_ptr()}) == 3
