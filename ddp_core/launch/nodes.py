@@ -1,4 +1,4 @@
-"""What was asked about how nodes meet, and the errors by which one node leaves the rest.
+"""Where the nodes of a launch are to meet, and the errors with which one of them leaves the others.
 
 This loads nothing of torch's launcher: a worker is forked before that is loaded, and has no use for it.
 """

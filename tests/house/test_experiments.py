@@ -242,5 +242,6 @@ def test_options_are_checked_against_the_function(tmp_path: Path) -> None:
 def test_what_a_builder_raises_is_placed_in_its_file(tmp_path: Path) -> None:
     text = "import json\n\n\ndef net():\n    return json.loads('{')\n\n\n"
     loaded = load_experiment(str(mine(tmp_path, text, model="net")))
-    with refusing():
+    with pytest.raises(UserError, match=r"mine\.py:6: net raised JSONDecodeError: Expecting") as failure:
         build(resolve(loaded, "model", "net"), {})
+    assert failure.value.exit_code == ExitCode.BAD_INPUT

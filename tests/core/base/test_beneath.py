@@ -10,6 +10,7 @@ import pytest
 
 from ddp_core.base.beneath import NotAFile, make_folder_beneath, open_beneath, open_file, remove_beneath
 from ddp_core.base.documents import BadDocument, read_document
+from ddp_core.base.errors import UserError
 from ddp_core.base.files import LineFile, replace_file
 from ddp_core.base.shown import shown
 from ddp_core.checkpoint import Checkpointer, Fence
@@ -32,8 +33,9 @@ def test_a_link_is_refused_by_name_and_its_target_stays(
     (run := tmp_path / "run").mkdir()
     (victim := tmp_path / "victim").write_text("dear")
     (run / name).symlink_to(victim)
-    with refusing():
+    with pytest.raises(UserError, match=f"{name} is a link") as refused:
         write(run)
+    assert refused.value.exit_code == 2
     assert victim.read_text() == "dear"
 
 

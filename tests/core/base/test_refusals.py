@@ -24,7 +24,6 @@ from ddp_core.base.refusals import disk_full, free_bytes, human_bytes, is_lack, 
 from ddp_core.base.user_code import user_code
 from tests.support.mounts import tmpfs
 from tests.support.processes import ask
-from tests.support.wording import refusing
 
 MIB = 1 << 20
 
@@ -97,7 +96,7 @@ def test_the_last_inode_of_a_real_disk_is_told_from_the_last_byte(tmp_path: Path
     with tmpfs(tmp_path / "small", "size=8m,nr_inodes=5") as small:
         while os.statvfs(small).f_favail:
             (small / str(os.statvfs(small).f_favail)).touch()
-        with refusing(OSError) as raised:
+        with pytest.raises(OSError, match="No space left") as raised:
             (small / "more").touch()
         assert str(refused(raised.value)).startswith(f"no room for {small}/")
 

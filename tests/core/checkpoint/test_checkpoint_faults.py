@@ -221,8 +221,9 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path:
     assert [line.startswith("warning:") for line in lines] == [True, True]
     assert "step-000000020" in lines[0]
     assert lines[1].endswith("step 10")
-    with refusing():
+    with pytest.raises(UserError, match="no usable checkpoint at") as caught:
         read_checkpoint(tmp_path / "step-000000020.json")
+    assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -278,8 +279,9 @@ def test_data_that_the_disk_does_not_give_back_are_damaged(tmp_path: Path, monke
 def test_nothing_but_damaged_checkpoints_is_the_end_of_it(tmp_path: Path, damage: Any) -> None:
     for checkpoint in _save(tmp_path, 10, 20):
         damage(checkpoint)
-    with refusing() as caught:
+    with pytest.raises(UserError, match=r"2 found, all damaged") as caught:
         newest_valid(tmp_path)
+    assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
     assert "\n" not in str(caught.value)
 
 
@@ -453,8 +455,9 @@ def test_a_full_disk_is_seen_before_and_during_the_write(tmp_path: Path) -> None
 
         _save(directory, 10)
         for options in ({"at": fill}, {}):
-            with refusing():
+            with pytest.raises(UserError, match=r"disk full: needs 307\.1 kB, has \d+ bytes for .*/small/") as caught:
                 Checkpointer(directory, **options).save(state_of(20), step=20, epoch=0)
+            assert caught.value.exit_code == ExitCode.RESOURCES
             assert _leftovers(directory) == {"filler"}
             assert _is_whole(newest_valid(directory))
         filler.unlink()

@@ -65,17 +65,17 @@ def test_a_fence_is_asked_and_heard(tmp_path: Path) -> None:
             save(checkpointer, 1)
     with (
         Checkpointer(tmp_path, fence=lambda: False) as checkpointer,
-        refusing(Superseded),
+        pytest.raises(Superseded, match="no longer write"),
     ):
         save(checkpointer, 2)
-    with refusing(Superseded):
+    with pytest.raises(Superseded, match=r"its fence.json is gone \(this process has 7\)"):
         Fence(tmp_path, 7).check()
     with pytest.raises(FileNotFoundError):
         Fence(tmp_path / "nowhere", 7).check()
     fence = Fence.take(tmp_path, patience=3.5)
     assert (fence.directory, fence.token, fence.patience) == (tmp_path, 1, 3.5)
     Fence.take(tmp_path)
-    with refusing(Superseded):
+    with pytest.raises(Superseded, match=rf"process {os.getpid()} on .* took over with token 2 \(this process has 1\)"):
         fence.check()
 
 
@@ -129,8 +129,11 @@ def test_a_disk_has_room_for_exactly_what_is_needed(tmp_path: Path, monkeypatch:
     needed = StateTensors(state).bytes_needed()
     with Checkpointer(tmp_path) as checkpointer:
         monkeypatch.setattr("ddp_core.checkpoint.committing.free_bytes", lambda path: needed - 1)
-        with refusing():
+        with pytest.raises(
+            UserError, match=f"needs {human_bytes(needed)}, has {human_bytes(needed - 1)} for .*step-000000001"
+        ) as raised:
             checkpointer.save(state, step=1, epoch=0)
+        assert raised.value.exit_code == ExitCode.RESOURCES
         monkeypatch.setattr("ddp_core.checkpoint.committing.free_bytes", lambda path: needed)
         checkpointer.save(state, step=1, epoch=0)
     assert find_checkpoints(tmp_path)[0].bytes <= needed
@@ -207,7 +210,7 @@ def test_all_damages_are_counted_and_the_newest_is_told(tmp_path: Path) -> None:
         save(checkpointer, 1, 2)
     for step in (1, 2):
         read_manifest(tmp_path / f"step-00000000{step}.json").path.write_bytes(b"x" * step)
-    with refusing():
+    with pytest.raises(UserError, match=r"2 found, all damaged \(the newest: step-000000002.*\.pt has 2 bytes"):
         newest_valid(tmp_path)
 
 

@@ -211,18 +211,19 @@ def test_nothing_is_packed_before_its_weights_are_those_of_the_record(run: Path,
     weights = copy / "model.safetensors"
     whole = weights.read_bytes()
     save_file({name: torch.zeros_like(value) for name, value in load_file(weights).items()}, weights)
-    with refusing():
+    with pytest.raises(UserError, match="holds other weights than the run ended with") as failure:
         make_bundle(copy, tmp_path / "b.zip")
+    assert failure.value.exit_code == ExitCode.NO_CHECKPOINT
     for content in (bytes(len(whole)), whole[: len(whole) // 2], b""):
         weights.write_bytes(content)
-        with refusing():
+        with pytest.raises(UserError, match="holds no weights"):
             make_bundle(copy, tmp_path / "b.zip")
     weights.unlink()
-    with refusing():
+    with pytest.raises(UserError, match=r"model\.safetensors is missing"):
         make_bundle(copy, tmp_path / "b.zip")
     weights.write_bytes(whole)
     RunDirectory(copy).update(ema_sha256="0" * 64)
-    with refusing():
+    with pytest.raises(UserError, match=r"model_ema\.safetensors cannot be read: No such file"):
         make_bundle(copy, tmp_path / "b.zip")
     assert list(tmp_path.iterdir()) == [copy]
 

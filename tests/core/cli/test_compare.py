@@ -17,7 +17,6 @@ from ddp_core.config.options import Options
 from ddp_core.record.directory import RunDirectory
 from tests.support.commands import ROOT
 from tests.support.records import EXPERIMENT, a_record
-from tests.support.wording import refusing
 
 OTHER = EXPERIMENT.model_copy(update={"name": "other"})
 PLAIN = Options(reduction="plain").model_dump(mode="json")
@@ -197,8 +196,9 @@ def test_the_command_has_a_way_to_the_table_alone(tmp_path: Path, form: tuple[st
 def test_a_place_without_runs_is_an_error_also_beside_others(tmp_path: Path) -> None:
     run = write(tmp_path, 0, record())
     missing = tmp_path / "missing"
-    with refusing():
+    with pytest.raises(UserError, match=f"no runs in {missing};") as raised:
         compare_runs([run.path, missing])
+    assert raised.value.exit_code == 2
 
 
 def test_a_run_that_is_named_twice_is_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.train import require_free
 from ddp_core.config.options import Asked
 from ddp_core.distributed.world import World, free_port
 from ddp_core.record.lock import RunLock
-from tests.support.wording import refusing
 
 
 @pytest.fixture
@@ -27,8 +27,9 @@ def test_a_directory_in_use_is_refused_without_a_wait_for_its_holder(
     held: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddp_core.record.lock._PATIENCE_SECONDS", 1000.0)
-    with refusing():
+    with pytest.raises(UserError, match="another run is using") as caught:
         require_free(Asked(experiment="toy_mlp", resume=held), World())
+    assert caught.value.exit_code == ExitCode.BAD_INPUT
 
 
 def test_one_of_several_nodes_may_find_its_own_launch_there(held: str) -> None:
@@ -53,8 +54,9 @@ def test_only_the_rank_that_serves_the_store_asks_for_its_port() -> None:
         port = holder.getsockname()[1]
         first = World(world_size=2, nproc_per_node=2, store_host="127.0.0.1", store_port=port)
         asked = Asked(experiment="toy_mlp", layout="ddp")
-        with refusing():
+        with pytest.raises(UserError, match=rf"rank 0 \(node 0\): MASTER_PORT={port} is in use; give") as caught:
             require_free(asked, first)
+        assert caught.value.exit_code == ExitCode.RESOURCES
         require_free(asked, replace(first, rank=1, local_rank=1))
         require_free(asked, replace(first, agent_serves_store=True))
     require_free(asked, first)

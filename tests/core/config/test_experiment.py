@@ -27,7 +27,6 @@ from ddp_core.config.experiment import (
     setting_names,
 )
 from tests.support.processes import HANG
-from tests.support.wording import refusing
 
 MINIMAL: dict[str, Any] = {"name": "mine", "model": {"name": "mlp"}, "data": {"name": "digits"}, "global_batch_size": 8}
 
@@ -135,7 +134,7 @@ def test_the_digest_does_not_depend_on_the_process() -> None:
 
 
 def test_what_was_given_is_told_with_what_is_wrong_in_it() -> None:
-    with refusing():
+    with pytest.raises(UserError, match=r"epochs: Input should be a valid integer.*, not 'ten'$"):
         experiment().with_settings(["epochs=ten"])
 
 

@@ -151,7 +151,7 @@ def test_a_book_that_is_not_as_it_came_is_refused(damage: str, tmp_path: Path, m
     if damage == "changed":
         book.write_bytes(characters.BOOK.read_bytes().replace(b"\n", b"\r\n"))
     monkeypatch.setattr(characters, "BOOK", book)
-    with refusing() as failure:
+    with pytest.raises(UserError, match=rf"{book}.*install ddp_core again") as failure:
         DATA["characters"]()
     assert "\n" not in str(failure.value)
 
@@ -313,7 +313,7 @@ def test_partial_and_damaged_files_are_noticed(name: str, file: str, damage: str
     path.unlink()
     if damage != "missing":
         path.write_bytes({"cut": content[:-3], "empty": b"", "other": b"<html>404</html>"}[damage])
-    with refusing():
+    with pytest.raises(UserError, match=f"{path}.*ddp data fetch {name}"):
         DATA[name](root=tmp_path)
 
 

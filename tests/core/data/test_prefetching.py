@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from ddp_core.base.errors import UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data import prefetching
 from ddp_core.data.augment import Augmentation, shift_and_flip
 from ddp_core.data.loader import Loader
@@ -60,8 +60,9 @@ def test_room_in_shared_memory_is_asked_for_each_worker(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(shutil, "disk_usage", free)
     made = made_by_workers(IDS, lambda _: torch.zeros(1024), 4)
-    with refusing():
+    with pytest.raises(UserError, match=r"4 loader processes need about \d+\.\d kB: .*ipc: host") as refused:
         next(made)
+    assert refused.value.exit_code == ExitCode.RESOURCES
 
 
 class Marked(Tensor):
@@ -126,8 +127,9 @@ def test_what_a_loader_process_makes_arrives_as_it_is() -> None:
     ids=["function", "gradient's history", "opaque", "lock"],
 )
 def test_what_no_process_can_send_is_refused_by_name(make: Callable[[StepIds], Any], reason: str) -> None:
-    with refusing():
+    with pytest.raises(UserError, match=rf"a loader process cannot send \({reason}.*--workers 0") as refused:
         list(made_by_workers(IDS, make, 1))
+    assert refused.value.exit_code == ExitCode.BAD_INPUT
 
 
 def test_items_are_made_in_their_sequence_by_one_other_thread() -> None:

@@ -110,9 +110,9 @@ def test_whole_numbers_and_complex_ones_have_roots_too() -> None:
 def test_what_torch_refuses_is_refused_in_its_words() -> None:
     whole = torch.tensor([4])
     for wrong in (lambda: whole.sqrt_(), lambda: torch.sqrt(whole, out=whole), lambda: whole.pow_(0.5)):
-        with refusing(RuntimeError):
+        with pytest.raises(RuntimeError, match="can't be cast to"):
             wrong()
-    with refusing(RuntimeError):
+    with pytest.raises(RuntimeError, match="single memory location"):
         torch.ones(1).expand(3).sqrt_()
 
 

@@ -79,8 +79,9 @@ ENDS: dict[str, tuple[Exception, tuple[str, int]]] = {
 
 
 def test_a_full_disk_is_told_with_the_place_of_the_run(directory: RunDirectory) -> None:
-    with refusing():
+    with pytest.raises(UserError, match=f"^rank 0 .node 0.: no room for {directory.path}/x .ENOSPC., though") as caught:
         end(begun(directory), OSError(errno.ENOSPC, "No space left on device", str(directory.path / "x")))
+    assert caught.value.exit_code == ExitCode.RESOURCES
 
 
 def test_ranks_on_unlike_devices_are_named_and_refused_in_strict(directory: RunDirectory) -> None:
@@ -234,8 +235,11 @@ def _ends(trainer: Trainer) -> Any:
 @pytest.mark.parametrize(("place", "tensor"), [(0, "parameter 2.bias"), (1, "the averaged 0.weight")])
 def test_ranks_that_ended_with_other_weights_are_named(place: int, tensor: str) -> None:
     trainer = finished(experiment(max_steps=1, ema_decay=0.9), collectives=TwoRanks(_with_another(place, tensor)))
-    with refusing():
+    with pytest.raises(
+        UserError, match=rf"after step 1 {tensor} is not the same on all ranks \(differs: 0, 1 of 2"
+    ) as refused:
         _ends(trainer)
+    assert refused.value.exit_code == ExitCode.BAD_INPUT
 
 
 def test_ranks_that_ended_with_the_same_weights_are_believed() -> None:

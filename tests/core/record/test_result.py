@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ddp_core.base.digests import weights_digest
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Fence, Superseded
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
@@ -18,7 +19,6 @@ from ddp_core.record.result import gather_ends, result_of, save_weights, summary
 from ddp_core.record.weights import exchanged_weights
 from tests.core.trainers.test_trainers import CPU, experiment, finished
 from tests.support.records import NO_USAGE
-from tests.support.wording import refusing
 
 
 def test_the_last_line_has_loss_metrics_single_values_and_speed() -> None:
@@ -41,8 +41,9 @@ def test_weights_are_written_to_the_file_that_was_named(tmp_path: Path) -> None:
     fence = Fence.take(tmp_path)
     save_weights(model.state_dict(), tmp_path / "model.safetensors", fence)
     assert weights_digest(load_file(tmp_path / "model.safetensors")) == weights_digest(model.state_dict())
-    with refusing():
+    with pytest.raises(UserError, match=f"cannot write {tmp_path}/no/folder") as caught:
         save_weights(model.state_dict(), tmp_path / "no" / "folder", fence)
+    assert caught.value.exit_code == ExitCode.RESOURCES
 
 
 def test_what_shares_memory_in_part_is_written_whole(tmp_path: Path) -> None:

@@ -154,8 +154,9 @@ def test_a_bad_record_is_passed_over_in_one_line(
 ) -> None:
     good, bad = make(tmp_path, launch_id="a"), make(tmp_path)
     (bad.path / "run.json").write_bytes(content)
-    with refusing() as refused:
+    with pytest.raises(UserError, match=r"no readable run\.json") as refused:
         bad.read()
+    assert refused.value.exit_code == ExitCode.BAD_INPUT
     line = f"ddp: warning: passed over: {refused.value}\n"
     assert line.count("\n") == 1
     found = find_resumable(request(tmp_path), 64)
@@ -189,16 +190,20 @@ def test_checkpoints_without_a_record_are_not_passed_over(tmp_path: Path) -> Non
     assert find_resumable(request(tmp_path), 64) is not None
     with Checkpointer(lost.checkpoints) as checkpointer:
         checkpointer.save({}, step=30, epoch=0)
-    with refusing():
+    with pytest.raises(UserError, match=rf"{lost.path} has a checkpoint of step 30, but no record") as raised:
         find_resumable(request(tmp_path), 64)
+    assert raised.value.exit_code == ExitCode.NO_CHECKPOINT
 
 
 def test_a_run_that_somebody_works_on_is_not_resumed(tmp_path: Path) -> None:
     directory = make(tmp_path)
     with RunLock(directory.path):
         assert directory.is_worked_in
-        with refusing():
+        with pytest.raises(
+            UserError, match=f"another run is using {directory.path}: .*since .*--resume never"
+        ) as raised:
             find_resumable(request(tmp_path), 64)
+        assert raised.value.exit_code == ExitCode.BAD_INPUT
     assert not directory.is_worked_in
     assert find_resumable(request(tmp_path), 64) is not None
 

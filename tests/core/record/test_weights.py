@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 from ddp_core.base.digests import weights_digest
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import sha256_of
 from ddp_core.checkpoint import Checkpointer, load, read_checkpoint
 from ddp_core.record.directory import RunDirectory
@@ -75,18 +76,20 @@ def test_a_run_starts_another_with_the_weights_of_its_record_alone(tmp_path: Pat
     assert find_weights(str(tmp_path)).sha256 == digest
     whole = file.read_bytes()
     save_file({name: torch.zeros_like(value) for name, value in load_file(file).items()}, file)
-    with refusing():
+    with pytest.raises(UserError, match="holds other weights") as refused:
         find_weights(str(tmp_path))
+    assert refused.value.exit_code == ExitCode.NO_CHECKPOINT
     for content in (bytes(len(whole)), whole[:-3], b""):
         file.write_bytes(content)
-        with refusing():
+        with pytest.raises(UserError, match="holds no weights"):
             find_weights(str(tmp_path))
     file.unlink()
     found = find_weights(str(tmp_path))
     assert (Path(found.file).name, found.sha256) == ("step-000000004.pt", digest), "the checkpoint of the last step"
     (run.checkpoints / "step-000000004.pt").unlink()
-    with refusing():
+    with pytest.raises(UserError, match=r"model\.safetensors is gone") as refused:
         find_weights(str(tmp_path))
+    assert refused.value.exit_code == ExitCode.NO_CHECKPOINT
 
 
 def test_a_tensor_that_was_expanded_is_refused_before_it_takes_memory(tmp_path: Path) -> None:

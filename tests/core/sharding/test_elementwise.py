@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp_core.base.errors import UserError
 from ddp_core.sharding.elementwise import require_elementwise
 from tests.support.wording import refusing
 
@@ -54,8 +55,11 @@ def test_those_of_torch_that_are_not_elementwise_are_refused_with_the_reason(
     make: Callable[..., torch.optim.Optimizer], reason: str
 ) -> None:
     optimizer = make(parameters())
-    with refusing() as refused:
+    with pytest.raises(
+        UserError, match=f"^{type(optimizer).__name__} does not treat each element by itself: {reason}"
+    ) as refused:
         require_elementwise(optimizer)
+    assert refused.value.exit_code == 2
     assert "\n" not in str(refused.value)
 
 

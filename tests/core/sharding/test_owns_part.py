@@ -1,4 +1,4 @@
-"""The whole state of ranks that each have a part of it."""
+"""Rank 0 puts whole tensors together from the parts that all ranks have of them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.observe.step import StepBatch
 from ddp_core.trainers.step_losses import StepLosses
-from tests.support.wording import refusing
 
 META = torch.device("meta")
 BATCH = StepBatch(0, 0, 12, [], [], [])
@@ -67,6 +66,6 @@ def test_a_request_to_stop_is_known_without_reading_the_device(
 def test_a_lost_peer_is_met_before_the_device_is_waited_for() -> None:
     collectives = Gone()
     losses = sent(collectives)
-    with refusing(RuntimeError):
+    with pytest.raises(RuntimeError, match="closed by peer"):
         losses.receive(BATCH)
     assert collectives.finished == ["cpu"]

@@ -25,7 +25,6 @@ from ddp_lab.cluster.cluster import Spec
 from ddp_lab.cluster.verdict import NodeResult
 from tests.support.commands import command
 from tests.support.records import a_record, an_attempt
-from tests.support.wording import refusing
 
 KILL: dict[str, object] = {"faults": [{"fault": "kill", "at_step": [10, 50]}, {"fault": "kill", "at_step": 90}]}
 
@@ -60,20 +59,20 @@ def test_dice_depend_on_the_seed_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "expected"),
     [
-        {"fault": "explode", "at_step": 1},
-        {"fault": "kill"},
-        {"fault": "kill", "at_step": 1, "at_seconds": 1},
-        {"fault": "kill", "at_step": [9, 1]},
-        {"fault": "kill", "at_step": 1, "node": "node-4"},
-        {"fault": "kill", "at_step": 1, "node": "me"},
-        {"fault": "slow", "at_step": 1, "node": "rendezvous"},
-        {"fault": "kill", "at_step": 1, "nod": "x"},
+        ({"fault": "explode", "at_step": 1}, "faults.0.fault"),
+        ({"fault": "kill"}, "give at_step or at_seconds"),
+        ({"fault": "kill", "at_step": 1, "at_seconds": 1}, "one of them"),
+        ({"fault": "kill", "at_step": [9, 1]}, "low, high"),
+        ({"fault": "kill", "at_step": 1, "node": "node-4"}, "there are 3 nodes"),
+        ({"fault": "kill", "at_step": 1, "node": "me"}, "none of random"),
+        ({"fault": "slow", "at_step": 1, "node": "rendezvous"}, "cannot be done to the rendezvous"),
+        ({"fault": "kill", "at_step": 1, "nod": "x"}, "nod"),
     ],
 )
-def test_mistakes_in_a_drill_are_named(fault: dict[str, object]) -> None:
-    with refusing():
+def test_mistakes_in_a_drill_are_named(fault: dict[str, object], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
         parse({"faults": [fault]})
 
 

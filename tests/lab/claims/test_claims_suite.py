@@ -22,7 +22,6 @@ from ddp_lab.claims.framework.statistics import FAMILY, ratio_interval
 from ddp_lab.records import COUNT, Axis, Figure, Line, Part, Series
 from ddp_lab.report.reading.claims import read_findings
 from tests.lab.claims.changes import judged
-from tests.support.wording import refusing
 
 
 def made_up(measure: Any) -> KnownClaim:
@@ -206,7 +205,7 @@ def test_the_pages_are_not_made_from_what_proves_nothing(setting: Setting, other
     known = made_up(lambda _: {"one": 1})
     suite.measure_all([known], setting, lambda _: None)
     committed(setting, **other)
-    with refusing():
+    with pytest.raises(UserError, match=f"C99: .*{words}"):
         pages([known], setting.output)
 
 
