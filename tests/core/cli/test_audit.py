@@ -17,6 +17,7 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.cli.audit.draw import claims, drawn, needed_draws, passing, segments_of
 from tests.support.commands import Ended, ddp, train, trained
 from tests.support.layout_cases import ADAMW_MLP
+from tests.support.wording import said_as_before
 
 # 26 steps, of which every 5th is kept: segments of 5, 5, 5, 5, 5 and 1 steps.
 WORDS = (ADAMW_MLP, "--set", "max_steps=26", "--keep-for-audit", "6")
@@ -53,9 +54,7 @@ def test_an_honest_run_passes_and_the_report_says_what_that_proves(run: Path) ->
     ended = audit(run, "--segments", 2, "--seed", 1, "--record-sha256", record)
     assert ended.code == 0, ended.output + ended.errors
     assert f"26 steps, 6 kept states; sha256 {record}" in ended.output
-    assert "the final weights again: the same figures" in ended.output
     assert ended.output.count(": the same\n") == 2
-    assert "2 of 6 segments, seed 1" in ended.output
     assert "with 1 of 6 segments forged it would have passed with probability 66.7 %" in ended.output
     assert ended.output.endswith("passed: what was looked at is what the record says\n")
 
@@ -84,21 +83,6 @@ def test_a_run_of_four_ranks_is_audited_on_one_rank_and_sharded(tmp_path: Path) 
         assert ended.code == 0, ended.output + ended.errors
 
 
-def _weights_after_the_end(copy: Path) -> None:
-    """Put other weights in the place of the final ones, and let the record tell of them."""
-    file = copy / "model.safetensors"
-    state = {name: value + 1e-3 if value.is_floating_point() else value for name, value in load_file(file).items()}
-    save_file(state, file)
-    digest = weights_digest(state)
-
-    def tell(record: dict[str, Any]) -> None:
-        record["weights_sha256"] = record["kept"]["states"][-1]["weights_sha256"] = digest
-
-    edit(copy, tell)
-    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (copy / "metrics.jsonl").write_text("".join(line for line in lines if '"digest"' not in line))
-
-
 @pytest.mark.parametrize(
     ("forge", "verdict"),
     [
@@ -118,7 +102,14 @@ def test_what_shows_without_training_is_named(copy: Path, forge: Callable[[dict[
 
 
 def test_weights_that_were_put_in_after_the_end_have_other_figures(copy: Path) -> None:
-    _weights_after_the_end(copy)
+    file = copy / "model.safetensors"
+    state = {name: value + 1e-3 if value.is_floating_point() else value for name, value in load_file(file).items()}
+    save_file(state, file)
+    digest = weights_digest(state)
+    edit(copy, lambda record: record.update(weights_sha256=digest))
+    edit(copy, lambda record: record["kept"]["states"][-1].update(weights_sha256=digest))
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(line for line in lines if '"digest"' not in line))
     ended = audit(copy, "--segments", 1)
     assert ended.code == 1, ended.output + ended.errors
     assert "different figures: evaluated again, test_" in ended.output
@@ -156,33 +147,30 @@ def test_the_digest_of_the_record_that_was_given_before_the_draw_is_compared(run
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change",
     [
-        (lambda record: record.update(kept=None), "kept no states, so it can only be checked whole: ddp verify"),
-        (
-            lambda record: record.update(kept=None, chain={"head": "ab" * 32, "step": 26}),
-            "kept its steps in an older form; train it again with --keep-for-audit N",
-        ),
+        lambda record: record.update(kept=None),
+        lambda record: record.update(kept=None, chain={"head": "ab" * 32, "step": 26}),
         # One long segment among many short ones would hardly ever be drawn.
-        (lambda record: record["kept"]["states"].pop(0), "does not note the states after each 5 steps"),
-        (lambda record: record["kept"]["states"].append(record["kept"]["states"][-1]), "does not note the states"),
-        (lambda record: record.update(fingerprint_changed=True), "went on under another fingerprint"),
+        lambda record: record["kept"]["states"].pop(0),
+        lambda record: record["kept"]["states"].append(record["kept"]["states"][-1]),
+        lambda record: record.update(fingerprint_changed=True),
     ],
     ids=["none", "older", "fewer", "twice", "fingerprint"],
 )
 def test_a_run_that_cannot_be_audited_is_refused_in_one_line(
-    copy: Path, change: Callable[[dict[str, Any]], Any], said: str
+    copy: Path, change: Callable[[dict[str, Any]], Any]
 ) -> None:
     edit(copy, change)
     ended = audit(copy)
     assert ended.code == 2, ended.output + ended.errors
-    assert said in ended.errors
+    said_as_before(ended.errors)
 
 
 def test_the_plain_reduction_keeps_nothing_for_an_audit(tmp_path: Path) -> None:
     ended = ddp("train", *WORDS, "--reduction", "plain", "--device", "cpu", "--output", tmp_path)
     assert ended.code == 2
-    assert "--keep-for-audit: the bits of the plain reduction belong to one layout" in ended.errors
+    said_as_before(ended.errors)
 
 
 def test_states_are_kept_evenly_and_noted(run: Path) -> None:

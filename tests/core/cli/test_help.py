@@ -23,20 +23,8 @@ from tests.support.processes import HANG
 ROOT = Path(__file__).parents[3]
 
 COMMANDS = (
-    "train",
-    "rehearse",
-    "list",
-    "compare",
-    "watch",
-    "verify",
-    "audit",
-    "eval",
-    "bundle",
-    "export",
-    "verify-layouts",
-    "health",
-    "data",
-    "rendezvous",
+    *("train", "rehearse", "list", "compare", "watch", "verify", "audit", "eval", "bundle", "export"),
+    *("verify-layouts", "health", "data", "rendezvous"),
 )
 OFFERED = ("chaos", "claims", "diagnose", "launch-files", "probe", "report")
 EXPERIMENTS = ("digits", "linear_regression", "counter_buffer", "toy_mlp", "resnet18_synthetic", "fashion_mnist")
@@ -61,10 +49,7 @@ def test_the_list_shows_every_experiment_with_its_question(capsys: pytest.Captur
 
 @pytest.mark.parametrize(
     "words",
-    [
-        *(["train", "digitz"], ["rehearse", "digitz"]),
-        *(["verify-layouts", "digitz"], ["train", "digitz.py"]),
-    ],
+    [["train", "digitz"], ["rehearse", "digitz"], ["verify-layouts", "digitz"], ["train", "digitz.py"]],
     ids=" ".join,
 )
 def test_a_wrong_name_of_an_experiment_waits_for_no_torch(words: list[str]) -> None:
@@ -109,21 +94,18 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert f"Usage: ddp {name} " in capsys.readouterr().out
 
 
-def test_the_help_of_train_has_groups_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_train_names_every_option_and_its_examples_are_understood(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["train", "--help"]) == 0
     options, _, examples = capsys.readouterr().out.partition("Examples:\n")
-    titles = [title for title, _ in groups()]
-    assert len(titles) >= 6
-    assert re.findall(r"^(\S.*):$", options, re.MULTILINE) == [*titles, "Options"], "no title stands twice"
-    rows = {row.split()[0]: " ".join(row.split()) for row in re.split(r"\n  (?=--)", options)}
     shown = {
         option_name(name, field)
         for _, fields in groups()
         for name, field in fields.items()
         if name != "experiment" and not command_line(field).hidden
     }
-    assert rows.keys() - {"Usage:", "--help"} == shown
-    assert [option for option in shown if "[default: " not in rows[option]] == []
-    assert 3 <= len(examples.splitlines()) <= 6
+    assert {*re.findall(r"^  (--[a-z-]+)", options, re.MULTILINE)} - {"--help"} == shown
+    assert len(examples.splitlines()) >= 3
     for line in examples.splitlines():
         understood(*shlex.split(line, comments=True)[2:])

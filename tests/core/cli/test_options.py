@@ -7,10 +7,8 @@ import shlex
 
 import pytest
 
-from ddp_core.cli.prepare import _is_deterministic
-from ddp_core.config.layout import DeviceType, Layout
 from ddp_core.config.options import Asked, NodeRange, groups
-from ddp_core.config.records import ReductionKind, option_name
+from ddp_core.config.records import option_name
 from tests.core.cli.asking import understood
 from tests.support.commands import ROOT
 
@@ -74,13 +72,10 @@ def nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_what_was_written_counts_as_given() -> None:
-    assert understood("digits").model_fields_set == {"experiment"}
     assert understood("digits") == Asked(experiment="digits")
-    assert understood("digits", "--nnodes", "1", "--log-every=10").model_fields_set == {
-        "experiment",
-        "nnodes",
-        "log_every",
-    }
+    given = understood("digits", "--nnodes", "1", "--log-every=10")
+    assert given.model_fields_set == {"experiment", "nnodes", "log_every"}
+    assert given.nnodes == (1, 1)
 
 
 def test_a_request_in_words_is_understood_as_it_was_meant() -> None:
@@ -111,32 +106,9 @@ def test_the_reference_names_every_option_of_train() -> None:
     assert options - hidden - set(re.findall(r"--[a-z-]+", page)) == set()
 
 
-@pytest.mark.parametrize(("words", "nodes"), [(["--nnodes", "3"], (3, 3)), (["--nnodes", "2:4"], (2, 4)), ([], (1, 1))])
-def test_nodes_are_a_number_or_a_range(words: list[str], nodes: tuple[int, int]) -> None:
-    assert understood("digits", *words).nnodes == nodes
-
-
 def test_the_environment_gives_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DDP_OUTPUT", raising=False)
-    monkeypatch.delenv("DDP_DATA", raising=False)
     assert (understood("digits").output, understood("digits").data_dir) == ("outputs", "data")
     monkeypatch.setenv("DDP_OUTPUT", "/elsewhere")
     monkeypatch.setenv("DDP_DATA", "/the/data")
     assert (understood("digits").output, understood("digits").data_dir) == ("/elsewhere", "/the/data")
     assert understood("digits", "--output", "here").output == "here"
-
-
-@pytest.mark.parametrize(
-    ("device", "reduction", "wanted"),
-    [
-        ("cpu", "plain", True),
-        ("cpu", "exact", True),
-        ("cuda", "plain", False),
-        ("cuda", "exact", True),
-    ],
-)
-def test_kernels_repeat_their_bits_where_that_costs_nothing_or_is_promised(
-    device: DeviceType, reduction: ReductionKind, wanted: bool
-) -> None:
-    asked = Asked(experiment="digits", deterministic="auto")
-    assert _is_deterministic(asked, reduction, Layout(device=device)) == wanted

@@ -32,11 +32,10 @@ def test_a_directory_in_use_is_refused_without_a_wait_for_its_holder(
     assert caught.value.exit_code == ExitCode.BAD_INPUT
 
 
-def test_one_of_several_nodes_may_find_its_own_launch_there(held: str) -> None:
+def test_one_of_several_nodes_or_workers_may_find_its_own_launch_there(
+    held: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     require_free(Asked(experiment="toy_mlp", resume=held, nnodes="1:2"), World())
-
-
-def test_a_worker_may_find_its_own_launch_there(held: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     require_free(Asked(experiment="toy_mlp", resume=held), World())

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from ddp_core import Run, train
+from ddp_core import train
 from ddp_core.base.digests import weights_digest
-from ddp_core.base.errors import UserError
 from ddp_core.cli import training
 from tests.support import commands
 from tests.support.commands import ROOT
@@ -52,23 +51,6 @@ def test_it_trains_with_the_bits_of_the_command_and_returns_the_run(
     assert {record["kind"] for record in ddp.metrics} >= {"step", "digest"}
 
 
-@pytest.mark.slow
-def test_two_layouts_end_with_one_digest_and_the_trained_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    single = train("toy_mlp", output=tmp_path, **SHORT)
-    assert f"run directory {single.path}\n" in capsys.readouterr().out
-    ddp = train("toy_mlp", layout="ddp", nproc_per_node=2, output=tmp_path, **SHORT)
-    assert [run.record["layout"]["label"] for run in (single, ddp)] == ["single-cpu", "ddp-1x2-cpu"]
-    assert single.status == ddp.status == "completed"
-    assert single.record["experiment"]["optimizer"]["lr"] == 0.05
-    assert single.digest == ddp.digest == weights_digest(ddp.load_model().state_dict())
-    assert single.figures["steps"] == 2
-    assert {record["kind"] for record in single.metrics} >= {"step", "digest"}
-    assert Run(single.path).digest == single.digest
-
-
 def test_arguments_become_the_words_of_the_command() -> None:
     assert words("digits") == ["digits"]
     assert words(Path("mine.py"), layout="ddp", nproc_per_node=2, output=Path("out")) == [
@@ -86,20 +68,20 @@ def test_arguments_become_the_words_of_the_command() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    "options",
     [
-        ({"nproc": 2}, "train has no option nproc; did you mean nproc_per_node?"),
-        ({"experiment": "digits"}, "train has no option experiment; "),
-        ({"record": "run.json"}, "train has no option record; "),
-        ({"layout": "dpp"}, "layout: Input should be 'single', 'dp' or 'ddp'"),
-        ({"keep_last": 0}, "keep_last: Input should be greater than 0"),
-        ({"settings": {"model.width": {1}}}, "settings: Object of type set is not JSON serializable"),
+        {"nproc": 2},
+        {"experiment": "digits"},
+        {"record": "run.json"},
+        {"layout": "dpp"},
+        {"keep_last": 0},
+        {"settings": {"model.width": {1}}},
     ],
+    ids=lambda options: next(iter(options)),
 )
-def test_wrong_arguments_are_refused_before_anything_starts(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match="train") as failure:
+def test_wrong_arguments_are_refused_before_anything_starts(options: dict[str, Any]) -> None:
+    with refusing():
         train("digits", **options)
-    assert said in str(failure.value)
 
 
 def test_a_failure_has_the_last_line_and_the_exit_code(
@@ -111,14 +93,11 @@ def test_a_failure_has_the_last_line_and_the_exit_code(
     assert capsys.readouterr().out == "one\ntwo\nddp: error: no room\n\n"
 
 
-def test_a_command_that_was_killed_is_an_error_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, tmp_path, "kill -KILL $$")
-    with refusing():
-        train("digits")
-
-
-def test_a_command_that_names_no_run_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, tmp_path, "exit 0")
+@pytest.mark.parametrize("program", ["kill -KILL $$", "exit 0"], ids=["killed", "names no run directory"])
+def test_a_command_that_was_killed_or_names_no_run_directory_is_an_error_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    pretend(monkeypatch, tmp_path, program)
     with refusing():
         train("digits")
 

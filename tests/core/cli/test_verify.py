@@ -58,17 +58,6 @@ def test_the_optimizers_state_is_compared_and_what_was_compared_is_said(tmp_path
     check(verify(directory.path), 1, "different state of the optimizer, though the weights are identical")
 
 
-def test_a_run_is_verified_wherever_it_is_copied(tmp_path: Path) -> None:
-    _, directory = trained_own(tmp_path)
-    copy = tmp_path / "copy"
-    places = [f"source/{place}" for place in directory.read()["source"]["files"]]
-    for name in ("run.json", "model.safetensors", *places):
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_bytes((directory.path / name).read_bytes())
-    (tmp_path / "project" / "mine.py").unlink()
-    check(verify(copy, "--data-dir", tmp_path / "elsewhere", "--layout", "dp"), 0, "\nidentical\n")
-
-
 def test_an_edited_copy_is_named_before_anything_is_trained(tmp_path: Path) -> None:
     _, directory = trained_own(tmp_path)
     edit(directory.path / "source" / "beside.py", ".sum()", ".sum() * 2")
@@ -141,13 +130,10 @@ def test_weights_that_are_not_those_of_the_record_are_told_before_anything_is_tr
     ended = verify(directory.path)
     check(ended, 1, "different file: model.safetensors holds other weights than the record says. Nothing was trained.")
     assert "training" not in ended.output
-    for content, said in ((bytes(len(whole)), "holds no weights"), (whole[:-1], "holds no weights"), (None, "No such")):
-        weights.unlink()
-        if content is not None:
-            weights.write_bytes(content)
-        ended = verify(directory.path)
-        assert (ended.code, ended.errors.count("\n"), ended.output) == (2, 1, "")
-        assert said in ended.errors
+    weights.write_bytes(whole[:-1])
+    ended = verify(directory.path)
+    assert (ended.code, ended.errors.count("\n"), ended.output) == (2, 1, "")
+    assert "holds no weights" in ended.errors
 
 
 @pytest.mark.slow

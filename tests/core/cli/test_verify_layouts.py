@@ -18,7 +18,7 @@ SHORT = {
     "fashion_mnist": ["max_steps=2"],
     "linear_regression": ["max_steps=6"],
     "resnet18_synthetic": [
-        *("data.image_size=32", "data.samples=32", "data.pool=32", "global_batch_size=16", "max_steps=2"),
+        *("data.image_size=32", "data.samples=32", "data.pool=32", "global_batch_size=16", "max_steps=2")
     ],
     "toy_mlp": [],
 }
@@ -35,11 +35,8 @@ def test_layouts_have_no_more_ranks_than_a_step_has_micro_batches() -> None:
     alone, left_out = layouts_for(micro_batches=1, steps=10)
     assert list(alone) == ["single", "killed on 1, 1, 1, ended on 1"]
     assert len(left_out) == 15
-
-
-def test_replicas_on_gpus_are_no_threads_of_the_cpu() -> None:
-    layouts, _ = layouts_for(micro_batches=4, steps=4, device="cuda")
-    assert list(layouts)[:3] == ["single", "dp x 2", "dp x 3"]
+    on_gpus, _ = layouts_for(micro_batches=4, steps=4, device="cuda")
+    assert list(on_gpus)[:3] == ["single", "dp x 2", "dp x 3"], "no threads of the CPU"
 
 
 def test_missing_gpu_is_said_before_anything_is_trained() -> None:

@@ -117,13 +117,6 @@ def test_of_long_files_the_end_is_read(tmp_path: Path) -> None:
     assert WatchedRun(directory).step == 5_001
 
 
-def test_what_is_no_file_holds_nobody_up(tmp_path: Path) -> None:
-    directory = begin(tmp_path / "run")
-    for file in (directory.metrics, directory.log):
-        os.mkfifo(file)
-    assert (WatchedRun(directory).step, WatchedRun(directory).warnings) == (0, [])
-
-
 def test_silence_names_the_rank_that_is_lost(tmp_path: Path) -> None:
     directory = begin(tmp_path / "run", layout=TWO_RANKS)
     beat(directory, 0, step=30)
@@ -146,18 +139,6 @@ def test_a_killed_run_is_interrupted_at_once_where_nothing_starts_it_again(tmp_p
     assert (WatchedRun(of_ranks).state, WatchedRun(of_ranks).is_over) == ("silent", False)
     let_pass(of_ranks, 1000)
     assert WatchedRun(of_ranks).state == "interrupted"
-
-
-def test_a_run_without_steps_in_its_record_has_no_end_in_sight(tmp_path: Path) -> None:
-    directory = begin(tmp_path / "run")
-    record = dict(directory.read())
-    del record["total_steps"], record["steps_per_epoch"]
-    directory.write(record)
-    train(directory, 1, 20)
-    with RunLock(directory.path):
-        text = drawn([WatchedRun(directory)], 80)
-    assert "step 20" in text
-    assert "left" not in text
 
 
 def drawn(runs: list[WatchedRun], width: int) -> str:
