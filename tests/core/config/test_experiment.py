@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch.optim import lr_scheduler
 
 from ddp_core.base.errors import UserError
@@ -26,7 +22,6 @@ from ddp_core.config.experiment import (
     nearest_multiples,
     setting_names,
 )
-from tests.support.processes import HANG
 
 MINIMAL: dict[str, Any] = {"name": "mine", "model": {"name": "mlp"}, "data": {"name": "digits"}, "global_batch_size": 8}
 
@@ -87,15 +82,8 @@ def test_digests_are_equal_exactly_when_experiments_are(one: Experiment, other: 
 @pytest.mark.parametrize(
     "change",
     [
-        "seed=1",
-        "model.width=8",
-        "optimizer.lr=0.2",
-        "global_batch_size=16",
-        "epochs=2",
-        "precision=bf16",
-        "precision=tf32",
-        "memory_format=channels_last",
-        "ddp.bucket_cap_mb=1",
+        *("model.width=8", "optimizer.lr=0.2", "global_batch_size=16", "epochs=2", "precision=bf16", "precision=tf32"),
+        *("memory_format=channels_last", "ddp.bucket_cap_mb=1"),
     ],
 )
 def test_every_change_gives_another_digest(change: str) -> None:
@@ -115,83 +103,36 @@ def test_fields_that_came_later_leave_the_older_digests_as_they_were() -> None:
     assert experiment().digest() == hashlib.sha256(text.encode()).hexdigest()
 
 
-def test_the_digest_does_not_depend_on_the_process() -> None:
-    code = (
-        "import json, sys; from ddp_core.config.experiment import Experiment;"
-        "print(Experiment.from_json(json.loads(sys.argv[1])).digest())"
-    )
-    record = experiment(model={"name": "mlp", "options": {"b": 1, "a": [1.5, None]}})
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(record.to_json())],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        cwd=Path(__file__).parents[3],
-        env={"PYTHONHASHSEED": "77", "PYTHONPATH": str(Path(__file__).parents[3])},
-        check=True,
-    )
-    assert done.stdout.strip() == record.digest()
-
-
-def test_what_was_given_is_told_with_what_is_wrong_in_it() -> None:
-    with pytest.raises(UserError, match=r"epochs: Input should be a valid integer.*, not 'ten'$"):
-        experiment().with_settings(["epochs=ten"])
-
-
 def test_a_function_that_has_no_name_of_its_own_is_not_named_twice() -> None:
     assert (called("loss", "loss"), called("loss", "mine")) == ("loss", "loss mine")
-
-
-def test_a_record_cannot_change() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        experiment().epochs = 3  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("fields", "word"),
-    [
-        ({"global_batch_size": 0}, "global_batch_size"),
-        ({"epochs": -1}, "epochs"),
-        ({"seed": -1}, "seed"),
-        ({"seed": 2**63}, "seed"),
-        ({"name": "../elsewhere"}, "name"),
-        ({"name": ""}, "name"),
-        ({"optimizer": {"lr": 0}}, "optimizer.lr"),
-        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr"),
-        ({"optimizer": {"lr": float("inf")}}, "optimizer.lr"),
-        ({"optimizer": {"name": "lion"}}, "optimizer.name"),
-        ({"clip_norm": 0}, "clip_norm"),
-        ({"precision": "fp8"}, "precision"),
-        ({"learning_rate": 0.1}, "learning_rate"),
-        ({"optimizer": {"learning_rate": 0.1}}, "optimizer.learning_rate"),
-    ],
-)
-def test_a_wrong_field_is_named_in_one_line(fields: dict[str, Any], word: str) -> None:
-    with pytest.raises(UserError) as raised:
-        Experiment.from_json(MINIMAL | fields)
-    assert word in str(raised.value)
-    assert "mine" in str(raised.value) or "name" in fields
-    assert "\n" not in str(raised.value)
-    assert raised.value.exit_code == 2
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
+        ({"global_batch_size": 0}, "global_batch_size: "),
+        ({"epochs": "ten"}, "epochs: .*, not 'ten'$"),
+        ({"seed": -1}, "seed: "),
+        ({"seed": 2**63}, "seed: "),
+        ({"name": "../elsewhere"}, "name: "),
+        ({"name": ""}, "name: "),
+        ({"optimizer": {"lr": 0}}, "optimizer.lr: "),
+        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr: "),
+        ({"optimizer": {"lr": float("inf")}}, "optimizer.lr: "),
+        ({"optimizer": {"name": "lion"}}, "optimizer.name: "),
+        ({"precision": "fp8"}, "precision: "),
         ({"epoch": 3}, "epoch: there is no such field; did you mean epochs?"),
         ({"lr": 0.1}, "lr: there is no such field; did you mean optimizer.lr?"),
         ({"optimizer": {"learning_rate": 0.1}}, "optimizer.learning_rate: there is no such field; did you mean lr?"),
-        (
-            {"evaluation": {"zzzz": 1}},
-            "evaluation.zzzz: there is no such field; known: every_epochs, samples_per_batch, w",
-        ),
+        ({"evaluation": {"zzzz": 1}}, "evaluation.zzzz: there is no such field; known: every_epochs, samples_per_b"),
         ({"model": {"nam": "m"}}, "model.nam: there is no such field; did you mean name?"),
     ],
 )
-def test_a_field_that_is_not_there_is_asked_about(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError) as raised:
+def test_a_wrong_field_is_named_in_one_line(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said.replace("?", r"\?")) as raised:
         Experiment.from_json(MINIMAL | fields)
-    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert raised.value.exit_code == 2
 
 
 @settings(deadline=None)
@@ -219,12 +160,10 @@ def test_a_batch_that_is_no_multiple_names_the_nearest_that_are(size: int, micro
         ("optimizer.betas=[0.5, 0.9]", ("optimizer", "betas"), (0.5, 0.9)),
         ("optimizer.nesterov=true", ("optimizer", "nesterov"), True),
         ("optimizer.nesterov=False", ("optimizer", "nesterov"), False),
-        ("precision=bf16", ("precision",), "bf16"),
         ('precision="bf16"', ("precision",), "bf16"),
         ("clip_norm=none", ("clip_norm",), None),
         ("clip_norm=null", ("clip_norm",), None),
         ("max_steps = 7", ("max_steps",), 7),
-        ("seed=3", ("seed",), 3),
     ],
 )
 def test_settings_are_typed(setting: str, path: tuple[str, ...], value: Any) -> None:
@@ -314,10 +253,6 @@ def torch_rates(make: Any, steps: int) -> list[float]:
     return found
 
 
-def test_a_constant_rate_is_constant() -> None:
-    assert set(rates(Schedule(), 20)) == {0.3}
-
-
 def test_steps_equal_torchs_step_lr() -> None:
     expected = torch_rates(lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=10, gamma=0.5), 40)
     assert rates(Schedule(name="step", step_epochs=2, gamma=0.5), 40) == pytest.approx(expected, rel=1e-12)
@@ -325,9 +260,8 @@ def test_steps_equal_torchs_step_lr() -> None:
 
 @pytest.mark.parametrize("final_factor", [0.0, 0.1])
 def test_cosine_equals_torchs_cosine_annealing(final_factor: float) -> None:
-    expected = torch_rates(
-        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 40, eta_min=0.3 * final_factor), 40
-    )
+    least = 0.3 * final_factor
+    expected = torch_rates(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 40, eta_min=least), 40)
     assert rates(Schedule(name="cosine", final_factor=final_factor), 40) == pytest.approx(expected, rel=1e-9)
 
 

@@ -36,63 +36,42 @@ def test_a_layout_says_who_takes_a_share(layout: Layout, label: str, shares: int
     assert Layout.model_validate(layout.model_dump()) == layout
 
 
-@pytest.mark.parametrize("count", ["nnodes", "nproc_per_node"])
-def test_a_layout_without_processes_is_refused(count: str) -> None:
-    with pytest.raises(ValueError, match=count):
-        Layout(kind="ddp", **{count: 0})
-
-
-def test_dp_on_cpu_says_what_it_is() -> None:
-    assert "threads" in Layout(kind="dp", nproc_per_node=2).description
-    assert "threads" not in Layout(kind="dp", nproc_per_node=2, device="cuda").description
-
-
 @pytest.mark.parametrize(
-    ("layout", "words"),
+    "layout",
     [
-        (Layout(kind="single", nproc_per_node=2), ["single", "--layout ddp"]),
-        (Layout(kind="single", nnodes=2), ["single", "--layout ddp"]),
-        (Layout(kind="dp", nnodes=2), ["one node", "--layout ddp --nnodes 2"]),
-        (Layout(shard="optimizer"), ["--shard optimizer", "layout single is one process", "--layout ddp"]),
-        (Layout(kind="dp", shard="gradients"), ["--shard gradients", "layout dp is one process", "--layout ddp"]),
+        Layout(kind="single", nproc_per_node=2),
+        Layout(kind="single", nnodes=2),
+        Layout(kind="dp", nnodes=2),
+        Layout(shard="optimizer"),
+        Layout(kind="dp", shard="gradients"),
     ],
+    ids=["processes of one", "nodes of one", "nodes of dp", "shards of one", "shards of dp"],
 )
-def test_a_contradiction_is_named(layout: Layout, words: list[str]) -> None:
-    with pytest.raises(UserError) as raised:
+def test_a_contradiction_is_named(layout: Layout) -> None:
+    with refusing():
         layout.check()
-    assert all(word in str(raised.value) for word in words)
 
 
 SHARES = st.integers(1, 12)
 
 
 @settings(deadline=None)
-@given(st.integers(1, 16), st.integers(1, 12), SHARES, st.data())
-def test_shares_cover_every_micro_batch_once_and_in_order(
-    micro_batch: int, count: int, shares: int, data: st.DataObject
+@given(st.integers(1, 16), st.integers(1, 12), SHARES, st.booleans(), st.data())
+def test_shares_cover_every_micro_batch_once_and_are_even_and_those_in_a_row_in_order(
+    micro_batch: int, count: int, shares: int, is_strided: bool, data: st.DataObject
 ) -> None:
     size = micro_batch * count
     samples = data.draw(st.integers(1, size))
-    cut = BatchCut(size, micro_batch, shares)
-    parts = [part for share in range(shares) for part in cut.share(share, samples)]
-    assert [part.index for part in parts] == list(range(cut.count(samples)))
+    cut = BatchCut(size, micro_batch, shares, is_strided)
+    dealt = [cut.share(share, samples) for share in range(shares)]
+    parts = [part for share in dealt for part in share]
+    assert sorted(part.index for part in parts) == list(range(cut.count(samples)))
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+    assert max(len(cut.share(share, size)) for share in range(shares)) == cut.accumulation_steps
+    parts = sorted(parts, key=lambda part: part.index) if is_strided else parts
     assert [number for part in parts for number in range(part.start, part.stop)] == list(range(samples))
     assert all(part.stop - part.start == micro_batch for part in parts[:-1])
     assert parts == cut.parts(samples) == BatchCut(size, micro_batch, 1).share(0, samples), "a layout changes none"
-
-
-@settings(deadline=None)
-@given(st.integers(1, 16), st.integers(1, 12), SHARES, st.data())
-def test_no_share_exceeds_the_accumulation_steps_and_shares_are_even(
-    micro_batch: int, count: int, shares: int, data: st.DataObject
-) -> None:
-    size = micro_batch * count
-    samples = data.draw(st.integers(1, size))
-    cut = BatchCut(size, micro_batch, shares, data.draw(st.booleans()))
-    dealt = [[part.index for part in cut.share(share, samples)] for share in range(shares)]
-    assert sorted(index for indices in dealt for index in indices) == list(range(cut.count(samples)))
-    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
-    assert max(len(cut.share(share, size)) for share in range(shares)) == cut.accumulation_steps
 
 
 @settings(deadline=None)

@@ -18,7 +18,6 @@ from ddp_core.data.loader import Loader
 from ddp_core.experiment import blame
 from ddp_core.experiment.building import callbacks_of
 from ddp_core.experiment.file import LoadedExperiment, load_experiment
-from ddp_core.experiment.layers import layer_of
 from ddp_core.model.losses import cross_entropy
 from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.step import StepBatch, StepObserver, StepObservers
@@ -27,6 +26,7 @@ from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.named_sums import NamedSums
 from ddp_core.trainers.passes import Passes, WeightUpdate
 from ddp_core.trainers.train_state import TrainState
+from tests.support.wording import refusing
 
 CPU = torch.device("cpu")
 EXPERIMENT = Experiment(name="mine", model=Component(name="m"), data=Component(name="d"), global_batch_size=4)
@@ -198,23 +198,6 @@ def test_the_layer_in_which_a_forward_fails_is_named_in_the_one_line(
     assert blame.users_trace(error) == "", "it would name no line but that of the one line and forwards on the way"
 
 
-def test_a_layer_is_named_without_a_path_where_backward_calls_a_part_of_the_model() -> None:
-    with user_code("your model's backward"), pytest.raises(RuntimeError) as raised:
-        nn.Sequential(nn.Linear(3, 2))(torch.zeros(4, 5))
-    assert str(layer_of(raised.value)) == "Linear(in_features=3, out_features=2, bias=True), which was given [4, 5]"
-
-
-def test_the_way_through_the_users_functions_is_shown() -> None:
-    def first() -> None:
-        second()
-
-    def second() -> None:
-        raise ValueError("no")
-
-    trace = blame.users_trace(raised_by(first))
-    assert [line.strip() for line in trace.splitlines() if line.strip() in ("second()", 'raise ValueError("no")')]
-
-
 def traceback_within(error: Exception, path: Path) -> TracebackType | None:
     """The traceback from the first frame in the file on, since this test's frames would count as the user's."""
     trace = error.__traceback__
@@ -262,34 +245,21 @@ CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capaci
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"),
+    "error",
     [
-        (torch.OutOfMemoryError(CUDA), "CUDA out of memory. Tried to allocate 2.00 GiB"),
-        (
-            torch.OutOfMemoryError(f"Caught OutOfMemoryError in replica 1 on device 1.\nOriginal Traceback:\n{CUDA}\n"),
-            "CUDA out of memory. Tried to allocate 2.00 GiB",
-        ),
-        (
-            RuntimeError(f"The following operation failed in the hook: OutOfMemoryError: {CUDA}\n\nAt:\n  hook.py(7)"),
-            "CUDA out of memory. Tried to allocate 2.00 GiB",
-        ),
-        (
-            RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
-            "CUDA error: out of memory",
-        ),
-        (
-            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-            "CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        ),
+        torch.OutOfMemoryError(CUDA),
+        torch.OutOfMemoryError(f"Caught OutOfMemoryError in replica 1 on device 1.\nOriginal Traceback:\n{CUDA}\n"),
+        RuntimeError(f"The following operation failed in the hook: OutOfMemoryError: {CUDA}\n\nAt:\n  hook.py(7)"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
+    ids=["alone", "in a replica", "in a hook", "of the driver", "of cuBLAS"],
 )
-def test_memory_that_a_gpu_does_not_have_is_a_shortage(error: Exception, reason: str) -> None:
+def test_memory_that_a_gpu_does_not_have_is_a_shortage(error: Exception) -> None:
     found = blame.shortage(error, "rank 1 (node 0)")
     assert found is not None
-    assert found.exit_code == ExitCode.RESOURCES
-    assert f"rank 1 (node 0): out of memory ({reason}); use a smaller --set micro_batch=N" in str(found)
-    assert "--set precision=bf16" in str(found)
-    assert "evaluation.samples_per_batch" in str(found)
+    with refusing():
+        raise found
 
 
 def test_an_operation_that_does_not_repeat_its_bits_is_named_with_a_way_out() -> None:

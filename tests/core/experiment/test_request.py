@@ -28,32 +28,18 @@ def asked(folder: Path, **more: object) -> Request:
 
 
 def test_a_request_is_the_same_after_its_way(tmp_path: Path) -> None:
-    request = asked(
-        tmp_path,
-        nproc_per_node=3,
-        nnodes="1:2",
-        checkpoint_every=5,
-        faults=("kill@3:1",),
-        rdzv_id="x",
-        rdzv_endpoint="here:1",
-    )
+    nodes = {"nproc_per_node": 3, "nnodes": "1:2", "rdzv_id": "x", "rdzv_endpoint": "here:1"}
+    request = asked(tmp_path, checkpoint_every=5, faults=("kill@3:1",), **nodes)
     # What the file says by now is of no account: the launcher's text is run.
     (tmp_path / "mine.py").write_text("raise ValueError")
     there = Request.from_json(request.to_json())
     for name in ("layout", "options", "resume", "command", "asked"):
         assert getattr(there, name) == getattr(request, name), name
-    assert there.asked is not None
-    assert request.asked is not None
-    assert there.asked.to_words() == request.asked.to_words()
     assert there.loaded.experiment == request.loaded.experiment
     assert there.loaded.experiment.epochs == 3
-    assert there.loaded.experiment.digest() == request.loaded.experiment.digest()
     assert there.loaded.namespace["twice"]() == 1.0
-    assert (there.loaded.path, there.loaded.source, there.loaded.question) == (
-        request.loaded.path,
-        TEXT,
-        "Does it travel?",
-    )
+    assert (there.loaded.path, there.loaded.source) == (request.loaded.path, TEXT)
+    assert there.loaded.question == "Does it travel?"
 
 
 def test_a_data_set_that_does_not_know_its_length_is_told_with_its_line(tmp_path: Path) -> None:

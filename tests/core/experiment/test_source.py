@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import py_compile
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,8 @@ def test_the_file_its_neighbours_and_packages_are_collected(tmp_path: Path) -> N
 
 
 def test_a_shipped_experiment_is_one_file() -> None:
-    assert collected(INSTALLED / "digits.py").files.keys() == {"digits.py"}
+    source = collected(INSTALLED / "digits.py")
+    assert (source.files.keys(), source.modules) == ({"digits.py"}, {})
 
 
 def test_modules_from_elsewhere_have_the_place_of_their_name(tmp_path: Path) -> None:
@@ -190,9 +190,3 @@ def test_a_difference_is_shown_by_its_first_lines() -> None:
     assert {"-b = 2", "+b = 5"} <= set(shown)
     assert len(shown) == 21
     assert shown[-1].startswith("… and ")
-
-
-def test_modules_without_a_file_are_passed_over() -> None:
-    assert types.ModuleType("bare").__dict__.get("__file__") is None
-    source = collected(INSTALLED / "toy_mlp.py")
-    assert source.modules == {}

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ddp_core.base.errors import UserError
 from ddp_core.model.builders import MODELS, small_cnn
 from ddp_core.model.losses import (
     HITS,
@@ -43,12 +42,6 @@ def test_shapes_and_sizes(
         assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
-def test_small_inputs_keep_their_size_through_the_stem() -> None:
-    model = MODELS["resnet18"](small_input=True)
-    stem = torch.nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool, model.layer1)
-    assert stem(torch.rand(1, 3, 32, 32)).shape == (1, 64, 32, 32)
-
-
 def test_a_transformer_predicts_from_what_comes_before() -> None:
     model = transformer(symbols=9, length=6, width=8, depth=2, heads=2).eval()
     text = torch.randint(0, 9, (3, 6))
@@ -62,14 +55,6 @@ def test_a_transformer_predicts_from_what_comes_before() -> None:
         model(torch.zeros(1, 7, dtype=torch.int64))
 
 
-def test_a_transformers_blocks_are_most_of_its_parameters() -> None:
-    def size(width: int, depth: int) -> int:
-        return depth * (12 * width**2 + 13 * width) + (128 + 64 + 2) * width
-
-    assert sum(each.numel() for each in transformer().parameters()) == size(64, 2)
-    assert size(512, 8) == 25_318_400
-
-
 def test_weights_come_from_torchs_generator() -> None:
     states = []
     for seed in (1, 1, 2):
@@ -79,17 +64,10 @@ def test_weights_come_from_torchs_generator() -> None:
     assert any(not torch.equal(states[0][name], states[2][name]) for name in states[0])
 
 
-def test_the_counter_counts_forwards_and_is_saved() -> None:
-    model = MODELS["sigmoid_classifier"]()
-    for _ in range(3):
-        model(torch.zeros(2, 10))
-    assert model.state_dict()["cnt"] == 3
-
-
 def test_impossible_models_are_explained() -> None:
     with refusing():
         MODELS["mlp"](sizes=[3])
-    with pytest.raises(UserError, match="image_size 2"):
+    with refusing():
         MODELS["small_cnn"](image_size=2)
     with refusing():
         transformer(width=10)
