@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import UserError
 from ddp_core.data import characters
 from ddp_core.data.augment import Augmentation, crop_and_flip, shift_and_flip, turn_shift_scale
 from ddp_core.data.builders import DATA
-from ddp_core.data.splits import InMemory, Splits
-from tests.support.processes import run_processes
+from ddp_core.data.splits import InMemory
 from tests.support.wording import refusing
 
 SMALL = {name: {"samples": 50, "image_size": 8, "pool": 20} for name in ("random_images", "random_byte_images")}
@@ -66,12 +65,6 @@ def in_memory(dataset: object) -> InMemory:
     return dataset
 
 
-def digest_in_a_process(rank: int, world_size: int, name: str) -> str:
-    np.random.seed(rank)
-    torch.manual_seed(rank)
-    return DATA[name](**SMALL.get(name, {})).digest
-
-
 @pytest.mark.parametrize("name", WITHOUT_FILES)
 def test_shapes_and_types(name: str) -> None:
     splits = DATA[name](**SMALL.get(name, {}))
@@ -86,11 +79,6 @@ def test_shapes_and_types(name: str) -> None:
         torch.testing.assert_close(targets[2], target, rtol=0, atol=0)
         with pytest.raises(IndexError):
             dataset[len(dataset)]
-
-
-def test_every_process_has_the_same_data_whatever_its_own_random_state() -> None:
-    for name in ("random_images", "digits"):
-        assert len(set(run_processes(digest_in_a_process, 2, name))) == 1
 
 
 def test_the_seed_option_and_nothing_else_changes_synthetic_data() -> None:
@@ -151,32 +139,14 @@ def test_a_book_that_is_not_as_it_came_is_refused(damage: str, tmp_path: Path, m
     if damage == "changed":
         book.write_bytes(characters.BOOK.read_bytes().replace(b"\n", b"\r\n"))
     monkeypatch.setattr(characters, "BOOK", book)
-    with pytest.raises(UserError, match=rf"{book}.*install ddp_core again") as failure:
+    with refusing():
         DATA["characters"]()
-    assert "\n" not in str(failure.value)
 
 
 @pytest.mark.parametrize("options", [{"length": 0}, {"stride": 0}, {"test_share": 0.0}, {"length": 20_000}])
 def test_characters_need_room_for_a_sample(options: dict[str, float]) -> None:
-    with pytest.raises(UserError, match="data characters: "):
+    with refusing():
         DATA["characters"](**options)
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_random_images_repeat_a_pool(name: str) -> None:
-    train = DATA[name](**SMALL[name]).train
-    assert len(train) == 50
-    first, again = in_memory(train).__getitems__(np.array([7, 47]))[0]
-    assert torch.equal(first, again)
-
-
-def test_random_byte_images_are_bytes_until_they_are_finished() -> None:
-    train = in_memory(DATA["random_byte_images"](**SMALL["random_byte_images"]).train)
-    stored, _ = train.gather(np.arange(20))
-    assert stored.dtype == torch.uint8
-    finished = train.finish(stored)
-    assert abs(float(finished.mean())) < 0.1
-    assert abs(float(finished.std()) - 1) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -194,29 +164,16 @@ def test_augmentation_of_a_sample_does_not_depend_on_its_company(augmentation: A
         assert torch.equal(whole[index], single[0])
 
 
-def test_shift_and_flip_cuts_the_padded_image_as_written() -> None:
+def test_an_image_is_cut_and_flipped_as_written() -> None:
     images = torch.arange(1.0, 2 * 3 * 4 * 5 + 1).view(2, 3, 4, 5)
     uniforms = np.array([[0.0, 0.99, 0.7], [0.4, 0.2, 0.1]])
     result = shift_and_flip(1, flip=True).apply(images, uniforms)
     padded = torch.nn.functional.pad(images, (1, 1, 1, 1))
     assert torch.equal(result[0], padded[0, :, 0:4, 2:7])
     assert torch.equal(result[1], padded[1, :, 1:5, 0:5].flip(2))
-
-
-def test_crop_and_flip_cuts_every_place_of_the_image() -> None:
-    images = torch.arange(1.0, 2 * 3 * 6 * 7 + 1).view(2, 3, 6, 7)
-    result = crop_and_flip(4).apply(images, np.array([[0.0, 0.99, 0.7], [0.99, 0.0, 0.1]]))
-    assert torch.equal(result[0], images[0, :, 0:4, 3:7])
-    assert torch.equal(result[1], images[1, :, 2:6, 0:4].flip(2))
-
-
-def test_turn_shift_scale_at_its_middle_changes_nothing_and_shifts_by_pixels() -> None:
-    images = torch.rand(2, 1, 8, 8)
-    middle = np.full((2, 4), 0.5)
-    torch.testing.assert_close(turn_shift_scale().apply(images, middle), images)
-    right = np.array([[0.5, 1.0, 0.5, 0.5]] * 2)
-    moved = turn_shift_scale(shift=1.0).apply(images, right)
-    torch.testing.assert_close(moved[..., :-1], images[..., 1:])
+    cropped = crop_and_flip(3).apply(images, np.array([[0.0, 0.99, 0.7], [0.99, 0.0, 0.1]]))
+    assert torch.equal(cropped[0], images[0, :, 0:3, 2:5])
+    assert torch.equal(cropped[1], images[1, :, 1:4, 0:3].flip(2))
 
 
 def test_turn_shift_scale_is_grid_sample_up_to_rounding() -> None:
@@ -245,7 +202,8 @@ def test_fashion_mnist_reads_what_torchvision_reads(tmp_path: Path) -> None:
         inputs, targets = in_memory(dataset).__getitems__(np.arange(len(theirs)))
         torch.testing.assert_close(inputs[:, 0], (theirs.data / 255 - 0.2860) / 0.3530)
         assert torch.equal(targets, theirs.targets)
-    check_augmentation(splits, 3)
+    assert splits.classes == 10
+    assert splits.augmentation is not None
 
 
 def test_cifar10_reads_what_torchvision_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,13 +230,8 @@ def test_cifar10_reads_what_torchvision_reads(tmp_path: Path, monkeypatch: pytes
         mean, deviation = torch.tensor((0.4914, 0.4822, 0.4465)), torch.tensor((0.2470, 0.2435, 0.2616))
         torch.testing.assert_close(inputs, (pixels - mean.view(3, 1, 1)) / deviation.view(3, 1, 1))
         assert targets.tolist() == known.targets
-    check_augmentation(splits, 3)
-
-
-def check_augmentation(splits: Splits, draws: int) -> None:
     assert splits.classes == 10
     assert splits.augmentation is not None
-    assert splits.augmentation.draws == draws
 
 
 def test_augment_false_means_none(tmp_path: Path) -> None:
@@ -289,11 +242,8 @@ def test_augment_false_means_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fashion_mnist", "cifar10"])
 def test_missing_data_names_the_command_that_fetches_it(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as failure:
+    with refusing():
         DATA[name](root=tmp_path / "nothing")
-    assert failure.value.exit_code == ExitCode.BAD_INPUT
-    assert f"ddp data fetch {name} --data-dir {tmp_path / 'nothing'}" in str(failure.value)
-    assert "\n" not in str(failure.value)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +251,6 @@ def test_missing_data_names_the_command_that_fetches_it(name: str, tmp_path: Pat
     [
         ("fashion_mnist", "FashionMNIST/raw/train-images-idx3-ubyte"),
         ("fashion_mnist", "FashionMNIST/raw/t10k-labels-idx1-ubyte"),
-        ("cifar10", "cifar-10-batches-py/data_batch_4"),
         ("cifar10", "cifar-10-batches-py/test_batch"),
     ],
 )
@@ -313,7 +262,7 @@ def test_partial_and_damaged_files_are_noticed(name: str, file: str, damage: str
     path.unlink()
     if damage != "missing":
         path.write_bytes({"cut": content[:-3], "empty": b"", "other": b"<html>404</html>"}[damage])
-    with pytest.raises(UserError, match=f"{path}.*ddp data fetch {name}"):
+    with refusing():
         DATA[name](root=tmp_path)
 
 

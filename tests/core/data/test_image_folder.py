@@ -94,24 +94,14 @@ def test_training_images_are_cut_and_mirrored_by_seed_epoch_and_id(tmp_path: Pat
     assert not torch.equal(loader.fetch(1, ids)[0], inputs)
 
 
-@pytest.mark.parametrize(
-    ("folder", "words"),
-    [
-        ("nothing", ["nothing is not there", "--data-dir (now ", "that has nothing"]),
-        ("flat", ["flat has no folders", "flat/cats/1.jpg"]),
-        ("hollow", ["hollow/bees has no images", ".jpeg"]),
-    ],
-)
-def test_wrong_folders_are_explained_in_one_line(folder: str, words: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["nothing", "flat", "hollow"])
+def test_wrong_folders_are_explained_in_one_line(folder: str, tmp_path: Path) -> None:
     write_images(tmp_path / "flat", classes=("",))
     write_images(tmp_path / "hollow")
     for path in (tmp_path / "hollow" / "bees").iterdir():
         path.unlink()
-    with pytest.raises(UserError) as failure:
+    with refusing():
         image_folder(tmp_path, folder)
-    assert failure.value.exit_code == ExitCode.BAD_INPUT
-    assert "\n" not in str(failure.value)
-    assert all(word in str(failure.value) for word in words), str(failure.value)
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "empty", "gone"])
@@ -137,10 +127,8 @@ def test_a_file_of_more_than_8_bits_is_refused(dtype: Any, tmp_path: Path) -> No
     wide = splits.files[4]
     pixels = np.arange(400).reshape(20, 20) * 100
     Image.fromarray(pixels.astype(dtype)).save(wide, "PNG" if dtype == np.uint16 else "TIFF")
-    with pytest.raises(UserError, match=rf"{wide} has more than 8 bits .*mode [IF].*convert it to 8 bits") as failure:
+    with refusing():
         splits.train[4]
-    assert failure.value.exit_code == ExitCode.BAD_INPUT
-    assert "\n" not in str(failure.value)
 
 
 EXPERIMENT = '''"""Are image files decoded alike everywhere?"""
@@ -165,18 +153,11 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_with_workers_end_as_one_process_without(photographs: list[Any], tmp_path: Path) -> None:
-    alone = train(tmp_path / "alone", *photographs)
-    two = train(tmp_path / "two", *photographs, "--workers", "2", ranks=2)
-    assert two["weights_sha256"] == alone["weights_sha256"]
-    assert two["result"]["test_loss"] == alone["result"]["test_loss"]
-    assert alone["environment"]["packages"]["pillow"]
-
-
-@pytest.mark.slow
-def test_workers_change_nothing(photographs: list[Any], tmp_path: Path) -> None:
+def test_workers_and_ranks_change_nothing(photographs: list[Any], tmp_path: Path) -> None:
     records = [
         train(tmp_path / f"{workers}{ranks}", *photographs, "--workers", workers, ranks=ranks)
-        for workers, ranks in (("0", 0), ("2", 0), ("0", 2))
+        for workers, ranks in (("0", 0), ("2", 0), ("0", 2), ("2", 2))
     ]
     assert len({record["weights_sha256"] for record in records}) == 1
+    assert len({record["result"]["test_loss"] for record in records}) == 1
+    assert records[0]["environment"]["packages"]["pillow"]

@@ -132,13 +132,6 @@ def test_what_no_process_can_send_is_refused_by_name(make: Callable[[StepIds], A
     assert refused.value.exit_code == ExitCode.BAD_INPUT
 
 
-def test_items_are_made_in_their_sequence_by_one_other_thread() -> None:
-    made = list(made_ahead(range(20), lambda item: (item, threading.get_ident())))
-    assert [item for item, _ in made] == list(range(20))
-    (thread,) = {thread for _, thread in made}
-    assert thread != threading.get_ident()
-
-
 def test_the_caller_draws_the_items_and_only_a_few_ahead() -> None:
     drawn: list[int] = []
 
@@ -202,20 +195,6 @@ def test_batches_in_use_are_not_overwritten() -> None:
     held = list(made_ahead(IDS, loader._host_part))
     for step, (epoch, micro_batches) in zip(held, IDS, strict=True):
         assert_equal(step, [loader.fetch(epoch, ids) for ids in micro_batches])
-
-
-def test_the_host_gathers_bytes_and_the_device_does_the_rest() -> None:
-    dataset, augmentation = pictures(), shift_and_flip(1, flip=True)
-    inputs, targets, uniforms = Loader(dataset, augmentation, seed=5).gather(2, np.array([4, 1]))
-    assert torch.equal(inputs, dataset.inputs[[4, 1]])
-    assert targets.tolist() == [4, 1]
-    assert uniforms is not None
-    assert (uniforms.dtype, uniforms.shape) == (torch.float64, (2, 3))
-    offset, factor = (torch.tensor(numbers).view(3, 1, 1) for numbers in ((0.5, 0.4, 0.3), (0.2, 0.25, 0.3)))
-    expected = (inputs.float() - offset * 255) * (factor * 255).reciprocal()
-    assert torch.equal(dataset.finish(inputs), expected)
-    expected = augmentation.apply(expected, uniforms.numpy())
-    assert torch.equal(Loader(dataset, augmentation, seed=5).fetch(2, np.array([4, 1]))[0], expected)
 
 
 def test_a_data_set_with_getitems_of_its_own_is_asked_there() -> None:

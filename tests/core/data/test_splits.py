@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset, random_split
 
-from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data.loader import Loader
 from ddp_core.data.splits import InMemory, Splits, as_splits
+from tests.support.wording import refusing
 
 TENSORS = TensorDataset(torch.arange(20.0).view(10, 2), torch.arange(10))
 
@@ -63,23 +63,19 @@ def test_a_pair_is_training_and_held_out_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("built", "words"),
+    "built",
     [
-        (Stream(), ["data mine: train is a Stream, a stream", "docs/how-to/stream-from-shards.md"]),
-        (Splits(TENSORS, Stream()), ["data mine: test is a Stream"]),
-        (iter([1, 2]), ["train is a list_iterator, a stream"]),
-        (DataLoader(TENSORS), ["train is a DataLoader", "--workers N"]),
-        (NoLength(), ["train is a NoLength", "__len__"]),
-        (7, ["train is a int", "a pair (train, test)"]),
-        (None, ["train is a NoneType"]),
-        (random_split(TENSORS, [4, 3, 3]), ["data mine returned a list of 3", "a pair (train, test)"]),
-        ({"train": TENSORS}, ["data mine returned a dict with the keys train"]),
+        Stream(),
+        Splits(TENSORS, Stream()),
+        iter([1, 2]),
+        DataLoader(TENSORS),
+        NoLength(),
+        7,
+        random_split(TENSORS, [4, 3, 3]),
+        {"train": TENSORS},
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_anything_else_is_refused_in_one_line(built: Any, words: list[str]) -> None:
-    with pytest.raises(UserError) as failure:
+def test_anything_else_is_refused_in_one_line(built: Any) -> None:
+    with refusing():
         as_splits(built, "data mine")
-    assert failure.value.exit_code == ExitCode.BAD_INPUT
-    assert "\n" not in str(failure.value)
-    assert all(word in str(failure.value) for word in words), str(failure.value)
