@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import NotRequired
 
@@ -79,31 +78,12 @@ def test_a_format_is_asked_for() -> None:
             parse_document(other, Item, "a/1")
 
 
-def test_names_from_the_document_do_not_fill_the_line() -> None:
-    with pytest.raises(BadDocument) as refused:
-        parse_document('{"' + "x\\n" * 5000 + '": []}', dict[str, str])
-    assert len(str(refused.value)) < 200
-    assert "\n" not in str(refused.value)
-
-
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text("[" + " " * 998 + "]")
     assert read_document(file, list, most_bytes=1000) == []
     with refusing(BadDocument):
         read_document(file, list, most_bytes=999)
-
-
-def test_what_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with refusing(BadDocument):
-        read_document(tmp_path / "pipe", Item)
-    with refusing(BadDocument):
-        read_document(Path("/dev/zero"), Item)
-    with pytest.raises(IsADirectoryError):
-        read_document(tmp_path, Item)
-    with pytest.raises(FileNotFoundError):
-        read_document(tmp_path / "none", Item)
 
 
 def test_what_json_has_no_word_for_is_written_as_null() -> None:

@@ -1,21 +1,25 @@
-"""Files that appear whole or not at all, and locks."""
+"""Files that appear whole or not at all; in a stranger's directory no link is followed to write, no pipe waited for."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
-import threading
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from ddp_core.base.beneath import NotAFile, make_folder_beneath, open_beneath, open_file, remove_beneath
+from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import NewFile, replace_file, take_lock, target_of
 from ddp_core.base.refusals import refusal
-from ddp_core.record.lock import RunLock
+from ddp_core.base.shown import shown
+from ddp_core.checkpoint import Checkpointer, Fence
+from ddp_core.observe.heartbeat import clear_heartbeats
+from ddp_core.record.lock import RunLock, is_held
+from tests.support.wording import refusing
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -45,12 +49,6 @@ def test_a_failure_leaves_the_old_content_and_nothing_else(tmp_path: Path) -> No
         replace_file(tmp_path / "nowhere" / "file", "new")
 
 
-def test_the_file_may_be_read_by_whom_other_new_files_may(tmp_path: Path) -> None:
-    (tmp_path / "plain").touch()
-    replace_file(tmp_path / "replaced", "")
-    assert (tmp_path / "replaced").stat().st_mode == (tmp_path / "plain").stat().st_mode
-
-
 def test_a_temporary_file_tells_what_it_was_to_become_and_is_locked(tmp_path: Path) -> None:
     with NewFile(tmp_path / "file.json") as new, new.temporary.open() as reader:
         assert target_of(new.temporary.name) == "file.json"
@@ -77,27 +75,44 @@ def test_nothing_is_left_where_a_file_system_has_no_locks(tmp_path: Path, monkey
     assert told.value.exit_code == ExitCode.RESOURCES
 
 
-def test_a_lock_is_exclusive_or_shared(tmp_path: Path) -> None:
-    (tmp_path / "lock").touch()
-    one, other = (os.open(tmp_path / "lock", os.O_RDONLY) for _ in range(2))
-    try:
-        assert take_lock(one, shared=True)
-        assert take_lock(other, shared=True)
-        assert not take_lock(other)
-    finally:
-        os.close(one)
-        os.close(other)
+def test_nothing_is_written_or_removed_through_a_folder_that_is_a_link(tmp_path: Path) -> None:
+    (run := tmp_path / "run").mkdir()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "rank-0.json").write_text("dear")
+    for name in ("heartbeats", "checkpoints"):
+        (run / name).symlink_to(elsewhere)
+    with refusing():
+        clear_heartbeats(run)
+    with refusing():
+        replace_file(run / "heartbeats" / "rank-0.json", "", root=run)
+    with refusing():
+        make_folder_beneath(run / "heartbeats")
+    with refusing():
+        Checkpointer(run / "checkpoints", fence=Fence.take(run))
+    assert [file.read_text() for file in elsewhere.iterdir()] == ["dear"]
 
 
-def test_a_lock_is_waited_for_as_long_as_asked(tmp_path: Path) -> None:
-    (tmp_path / "lock").touch()
-    one, other = (os.open(tmp_path / "lock", os.O_RDONLY) for _ in range(2))
-    try:
-        assert take_lock(one)
-        started = time.monotonic()
-        assert not take_lock(other, patience=0.1)
-        assert time.monotonic() - started >= 0.1
-        threading.Timer(0.05, os.close, args=(one,)).start()
-        assert take_lock(other, patience=30)
-    finally:
-        os.close(other)
+def test_the_directory_itself_may_be_reached_through_a_link(tmp_path: Path) -> None:
+    (run := tmp_path / "run" / "heartbeats").mkdir(parents=True)
+    (tmp_path / "newest").symlink_to(run.parent)
+    place = tmp_path / "newest" / "heartbeats" / "rank-0.json"
+    replace_file(place, "{}", root=tmp_path / "newest")
+    assert (run / "rank-0.json").read_text() == "{}"
+    remove_beneath(place, tmp_path / "newest")
+    assert not (run / "rank-0.json").exists()
+
+
+def test_a_pipe_is_neither_read_nor_written(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "run.lock")
+    with pytest.raises(NotAFile):
+        open_file(pipe)
+    with pytest.raises(BadDocument):
+        read_document(pipe, dict)
+    assert not is_held(tmp_path)
+    with refusing():
+        open_beneath(pipe, os.O_RDWR | os.O_CREAT)
+
+
+def test_text_of_files_does_not_act() -> None:
+    assert shown("a\x1b[2J\nb\u202e\x9b") == r"a\x1b[2J\nb\u202e\x9b"
+    assert shown("a\n\tb\x1b", lines=True) == "a\n\tb\\x1b"

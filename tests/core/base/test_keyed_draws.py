@@ -160,19 +160,6 @@ def test_what_was_drawn_before_goes_on_afterwards(key_before: int | None) -> Non
         assert found == expected
 
 
-@pytest.mark.filterwarnings("ignore:This function is deprecated")
-def test_a_key_before_a_block_still_counts_after_it() -> None:
-    watch_draws()
-    with without_key():
-        key_draws(KEY)
-        expected = random.random(), np.random.rand()
-        key_draws(KEY)
-        with without_key():
-            key_draws(KEY + 1)
-            everything()
-        assert (random.random(), np.random.rand()) == expected
-
-
 def unseeded() -> list[tuple[float, float]]:
     watch_draws()
     found = []
@@ -215,18 +202,6 @@ def test_a_thread_with_a_generator_of_its_own_seeds_that_one() -> None:
         again = torch.rand(2)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(torch.rand(2, generator=torch.Generator().manual_seed(5)), again)
-
-
-def both_after(key: int) -> tuple[float, float]:
-    watch_draws()
-    key_draws(key)
-    return random.random(), float(np.random.rand())
-
-
-@pytest.mark.parametrize("key", [KEY, 5])
-def test_numpy_does_not_draw_the_numbers_of_python(key: int) -> None:
-    python, numpy = ask(both_after, key)
-    assert python != numpy
 
 
 def test_copying_what_draws_moves_no_stream_and_keeps_the_keys() -> None:

@@ -1,19 +1,25 @@
-"""A reader that has gone, a terminal that knows few letters, a container without an init: none ends a command."""
+"""A reader that has gone, a terminal that knows few letters, a container without an init: none ends a command.
+
+The memory of a process, and the thread in which it drops a process group.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
+import queue
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
+from ddp_core.base.parting import let_go
 from ddp_core.cli import main
 from tests.faults.matrix import record_row
 from tests.support.commands import ROOT, command, trained, wait_until
@@ -86,8 +92,7 @@ def test_a_command_without_streams_works() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("program", "first"),
-    [("ddp_core train --help", "Usage: ddp train"), ("ddp_lab.cluster -h", "")],
+    ("program", "first"), [("ddp_core train --help", "Usage: ddp train"), ("ddp_lab.cluster -h", "")]
 )
 def test_a_reader_who_leaves_gets_what_he_wanted(program: str, first: str) -> None:
     """The interpreter flushes its streams once more when it ends, which must not complain either."""
@@ -197,3 +202,73 @@ def test_a_launcher_that_is_process_1_leaves_no_zombie(container: tuple[str, ...
             record_row(36, "a worker with two loader processes is killed: no zombie is left")
         finally:
             outside.kill()
+
+
+class Dropped:
+    def __init__(self, dropped_in: queue.SimpleQueue[str]) -> None:
+        self.dropped_in = dropped_in
+
+    def __del__(self) -> None:
+        self.dropped_in.put(threading.current_thread().name)
+
+
+def test_a_group_is_dropped_in_a_thread_of_its_own() -> None:
+    dropped_in: queue.SimpleQueue[str] = queue.SimpleQueue()
+    let_go([Dropped(dropped_in)])
+    assert dropped_in.get(timeout=HANG) == "parting"
+
+
+FAULTS = """
+import resource, sys, torch
+from ddp_core.base.process import keep_freed_memory
+print(sys.argv[1] == "keep" and keep_freed_memory())
+for _ in range(20):
+    torch.ones(10_000_000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    torch.ones(10_000_000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.slow
+def test_what_is_freed_is_used_again_without_page_faults() -> None:
+    def run(argument: str) -> tuple[bool, int]:
+        done = subprocess.run(
+            [sys.executable, "-c", FAULTS, argument],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=HANG,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        kept, faults = done.stdout.split()
+        return kept == "True", int(faults)
+
+    kept, faults = run("keep")
+    if not kept:
+        pytest.skip("this C library has no mallopt")
+    _, faults_otherwise = run("leave")
+    # A tensor of 40 MB has 9,766 pages of 4 KiB, and ten tensors are allocated.
+    assert faults < 1000
+    assert faults_otherwise > 10_000
+
+
+RETURNED = """
+import psutil, torch
+from ddp_core.base.process import return_large_blocks
+worked = return_large_blocks()
+blocks = [torch.ones(elements) for _ in range(100) for elements in (70_000, 700)]
+full = psutil.Process().memory_info().rss
+del blocks[::2]  # a little of every page range is still in use
+print(worked, full - psutil.Process().memory_info().rss)
+"""
+
+
+@pytest.mark.full
+def test_large_blocks_go_back_to_the_kernel_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", RETURNED], capture_output=True, text=True, check=True, timeout=HANG)
+    worked, returned = done.stdout.split()
+    if worked != "True":
+        pytest.skip("this C library has no mallopt")
+    assert int(returned) > 0.9 * 100 * 70_000 * 4

@@ -20,28 +20,19 @@ import pytest
 import torch
 
 from ddp_core.base.errors import ExitCode
-from ddp_core.base.refusals import disk_full, free_bytes, human_bytes, is_lack, refusal, refused, require_open_files
+from ddp_core.base.refusals import free_bytes, human_bytes, is_lack, refusal, refused, require_open_files
 from ddp_core.base.user_code import user_code
 from tests.support.mounts import tmpfs
 from tests.support.processes import ask
+from tests.support.wording import refusing
 
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 bytes"),
-        (999, "999 bytes"),
-        (1000, "1.0 kB"),
-        (94_140_000, "94.1 MB"),
-        (2.5e9, "2.5 GB"),
-        (1e12, "1.0 TB"),
-        (4e15, "4000.0 TB"),
-    ],
-)
-def test_a_count_of_bytes_is_said_in_its_unit(count: float, text: str) -> None:
-    assert human_bytes(count) == text
+def test_a_count_of_bytes_is_said_in_its_unit() -> None:
+    counts = (0, 999, 1000, 94_140_000, 2.5e9, 1e12, 4e15)
+    texts = ["0 bytes", "999 bytes", "1.0 kB", "94.1 MB", "2.5 GB", "1.0 TB", "4000.0 TB"]
+    assert [human_bytes(count) for count in counts] == texts
 
 
 def test_room_is_what_any_user_may_still_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,47 +40,28 @@ def test_room_is_what_any_user_may_still_write(monkeypatch: pytest.MonkeyPatch) 
     assert free_bytes(Path("here")) == 3 * 4096
 
 
-def test_a_full_disk_is_said_with_what_is_needed_and_what_is_there() -> None:
-    error = disk_full(Path("here"), 3000, 20)
-    assert str(error).startswith("disk full: needs 3.0 kB, has 20 bytes for here; ")
-    assert error.exit_code == ExitCode.RESOURCES
-    assert str(disk_full(Path("here"), 0, 20)).startswith("disk full: has 20 bytes for here; ")
-
-
-def usage(free: int = 100 * MIB) -> SimpleNamespace:
-    """What statvfs says of a disk with so many bytes that are free."""
-    return SimpleNamespace(f_bavail=free, f_frsize=1)
-
-
 @pytest.mark.parametrize(
-    ("number", "needed", "disk", "said"),
+    ("number", "needed", "free"),
     [
-        (errno.ENOSPC, 3000, usage(2000), "disk full: needs 3.0 kB, has 2.0 kB for here; free some space"),
-        (errno.ENOSPC, 0, usage(2000), "disk full: has 2.0 kB for here; free some space"),
-        (errno.ENOSPC, 0, usage(), "no room for here .ENOSPC., though 104.9 MB are free on .*: inodes .*, a quota"),
-        (errno.ENOSPC, 3000, usage(5000), "no room for here .ENOSPC., though 5.0 kB are free on .*, a quota"),
-        (errno.EDQUOT, 3000, usage(2000), "no room for here .EDQUOT., though 2.0 kB are free on .*, a quota"),
-        (errno.EDQUOT, 0, None, "disk full .EDQUOT. for here; free some space"),
+        (errno.ENOSPC, 3000, 2000),
+        (errno.ENOSPC, 0, 2000),
+        (errno.ENOSPC, 0, 100 * MIB),
+        (errno.ENOSPC, 3000, 5000),
+        (errno.EDQUOT, 3000, 2000),
+        (errno.EDQUOT, 0, None),
     ],
 )
 def test_what_has_run_out_is_said_as_it_is(
-    number: int, needed: int, disk: SimpleNamespace | None, said: str, monkeypatch: pytest.MonkeyPatch
+    number: int, needed: int, free: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def statvfs(place: Path) -> SimpleNamespace:
-        if disk is None:
+        if free is None:
             raise FileNotFoundError
-        return disk
+        return SimpleNamespace(f_bavail=free, f_frsize=1)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    error = refused(OSError(number, os.strerror(number)), Path("here"), needed)
-    with pytest.raises(Exception, match=f"^{said}"):
-        raise error
-    assert error.exit_code == ExitCode.RESOURCES
-
-
-def test_a_write_whose_file_is_not_known_says_nothing_of_any_disk() -> None:
-    error = refused(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    assert str(error) == "disk full (ENOSPC); free some space"
+    with refusing():
+        raise refused(OSError(number, os.strerror(number)), Path("here"), needed)
 
 
 def test_the_last_inode_of_a_real_disk_is_told_from_the_last_byte(tmp_path: Path) -> None:
@@ -109,24 +81,26 @@ def test_a_limited_file_names_the_limit(limit: int, has: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("met", "said"),
+    "met",
     [
-        (OSError(errno.EACCES, "Permission denied"), "Permission denied (EACCES); give an output directory"),
-        (OSError(errno.EIO, "Input/output error"), "Input/output error (EIO); the disk, or the way to it, has failed"),
-        (OSError(errno.EROFS, "Read-only file system"), "Read-only file system (EROFS); give an output directory"),
-        (OSError(errno.ENOENT, "No such file"), "No such file (ENOENT); was it removed"),
-        (OSError("no number"), "no number; give an output directory that this user may write to"),
+        OSError(errno.EACCES, "Permission denied"),
+        OSError(errno.EIO, "Input/output error"),
+        OSError(errno.EROFS, "Read-only file system"),
+        OSError(errno.ENOENT, "No such file"),
+        OSError("no number"),
     ],
+    ids=str,
 )
-def test_any_other_error_is_said_as_the_system_says_it(met: OSError, said: str) -> None:
-    error = refused(met, Path("file"))
-    assert str(error).startswith(f"cannot write file: {said}")
-    assert error.exit_code == ExitCode.RESOURCES
+def test_any_other_error_is_said_as_the_system_says_it(met: OSError) -> None:
+    with refusing():
+        raise refused(met, Path("file"))
 
 
-def test_the_file_that_an_error_names_is_named_without_its_temporary_name() -> None:
-    met = OSError(errno.EIO, "Input/output error", "/run/.fence.json.0123456789ab.tmp")
-    assert str(refused(met)).startswith("cannot use /run/fence.json: Input/output error (EIO)")
+def test_an_error_names_its_file_without_the_temporary_name_and_no_disk_where_it_knows_no_file() -> None:
+    with refusing():
+        raise refused(OSError(errno.EIO, "Input/output error", "/run/.fence.json.0123456789ab.tmp"))
+    with refusing():
+        raise refused(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
 WRAPPED = [
@@ -239,19 +213,9 @@ def _run() -> None:
         ),
         (_fork, resource.RLIMIT_NPROC, 0, "no more processes or threads (Resource temporarily unavailable): raise"),
         (_run, resource.RLIMIT_NPROC, 0, "no more processes or threads (Resource temporarily unavailable): raise"),
-        (
-            _thread,
-            resource.RLIMIT_NPROC,
-            0,
-            "no more processes or threads (can't start new",
-        ),
+        (_thread, resource.RLIMIT_NPROC, 0, "no more processes or threads (can't start new"),
         (_bytes, resource.RLIMIT_AS, 200 * MIB, "out of memory; use a smaller"),
-        (
-            _tensor,
-            resource.RLIMIT_AS,
-            200 * MIB,
-            "out of memory (can't allocate memory: you tried",
-        ),
+        (_tensor, resource.RLIMIT_AS, 200 * MIB, "out of memory (can't allocate memory: you tried"),
     ],
     ids=["files", "fork", "command", "thread", "python", "torch"],
 )

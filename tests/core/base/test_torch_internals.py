@@ -1,13 +1,14 @@
-"""The private names of torch that this project uses: each is tried on the installed torch, as it is used here."""
+"""A private name of torch that is gone is told in one line; of some it is tried that they still do what is needed."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import multiprocessing
 import os
+import re
 import signal
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -17,21 +18,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, api
-from torch.distributed.fsdp import fully_shard
-from torch.library import get_kernel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
-from ddp_core.base import torch_internals
-from ddp_core.base.torch_internals import TorchDispatchMode
-from ddp_core.base.torch_names import PRIVATE_NAMES
+from ddp_core.base import torch_internals, torch_names
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.torch_names import PRIVATE_NAMES, TRIED, require_private_names
 from ddp_core.launch.meeting import join
 from ddp_core.launch.nodes import Meeting
+from tests.support.commands import ROOT, command
 from tests.support.processes import run_processes
+from tests.support.wording import refusing
 
 OVERRIDDEN = [name for name, private in PRIVATE_NAMES.items() if private.signature]
 TIMEOUT = timedelta(seconds=7)
@@ -136,14 +135,6 @@ def stop_heartbeats(_: int, __: int, ___: str) -> None:
     torch_internals.end_keep_alives(handler, 60)
 
 
-def shutdown_workers(_: int, __: int, ___: str) -> None:
-    batches: Any = iter(DataLoader(range(100), num_workers=1, multiprocessing_context="fork"))  # type: ignore[arg-type]
-    next(batches)
-    assert batches._workers == multiprocessing.active_children() != []
-    torch_internals.end_loader_workers(batches)
-    assert not multiprocessing.active_children()
-
-
 def rebuild_buckets(_: int, __: int, ___: str) -> None:
     ddp = replicated()
     ddp(torch.ones(1, 2)).sum().backward()
@@ -151,113 +142,6 @@ def rebuild_buckets(_: int, __: int, ___: str) -> None:
     torch_internals.rebuild_buckets(ddp)
     ddp(torch.ones(1, 2)).sum().backward()
     assert torch_internals.ddp_facts(ddp)["rebuilt_bucket_sizes"]
-
-
-def logging_data(_: int, __: int, ___: str) -> None:
-    ddp = replicated()
-    assert str(torch_internals.ddp_facts(ddp)["bucket_sizes"]) == "12"  # three numbers of four bytes
-
-
-def static_graph(_: int, __: int, ___: str) -> None:
-    ddp = replicated(static_graph=True)
-    assert vars(ddp)["_static_graph_delay_allreduce_enqueued"] is False
-    reduced = []
-
-    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        reduced.append(bucket.index())
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-    ddp.register_comm_hook(None, hook)
-    torch_internals.keep_static_graph_from_reducing(ddp)
-    with ddp.no_sync():
-        ddp(torch.ones(1, 2)).sum().backward()
-    assert reduced == []
-
-
-def timeout(_: int, __: int, ___: str) -> None:
-    replicated()
-    group = dist.group.WORLD
-    assert group is not None
-    assert torch_internals.timeout_of(group, torch.device("cpu")) == TIMEOUT
-
-
-def abort(_: int, __: int, ___: str) -> None:
-    replicated()
-    torch_internals.abort_process_groups(60)
-    assert not dist.is_initialized()
-
-
-def groups(_: int, __: int, ___: str) -> None:
-    replicated()
-    another = dist.new_group([0])
-    assert torch_internals.process_groups() == [dist.group.WORLD, another]
-
-
-def sent_together(_: int, __: int, ___: str) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
-    net = nn.Linear(2, 1)
-    net.register_parameter("frozen", nn.Parameter(torch.ones(2), requires_grad=False))
-    fully_shard(net, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
-    net.unshard()
-    wholes = dict(net.named_parameters())
-    net.reshard()
-    (weight, whole_weight), (bias, whole_bias) = torch_internals.sent_together(net)
-    assert weight is net.weight
-    assert bias is net.bias
-    assert whole_weight is wholes["weight"]
-    assert whole_bias is wholes["bias"]
-    handed_over = []
-    whole_bias.register_post_accumulate_grad_hook(handed_over.append)
-    net(torch.ones(1, 2)).sum().backward()
-    assert handed_over == [whole_bias]
-    assert net._is_fsdp_managed_module
-    torch_internals.forget_that_it_is_cut(net)
-    assert not hasattr(net, "_is_fsdp_managed_module")
-
-
-def end_of_backward(_: int, __: int, ___: str) -> None:
-    seen = []
-    first, last = nn.Parameter(torch.ones(1)), torch.ones(1)
-    first.register_hook(lambda _: seen.append("first"))
-    rows = first * last
-    rows.register_hook(lambda _: torch_internals.at_the_end_of_backward(lambda: seen.append("end")))
-    rows.sum().backward()
-    assert seen == ["first", "end"]
-    torch_internals.backward_from((first * 3.0).sum(), torch.tensor(0.1))
-    torch_internals.backward_from((first * 3.0).sum(), torch.tensor(0.1))
-    again = nn.Parameter(torch.ones(1))
-    for _ in range(2):
-        (again * 3.0).sum().backward(torch.tensor(0.1))
-    assert first.grad is not None
-    assert again.grad is not None
-    assert first.grad.item() - 1.0 == pytest.approx(again.grad.item())
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        torch_internals.backward_from(torch.ones(()), torch.tensor(0.1))
-
-
-def foreach(_: int, __: int, ___: str) -> None:
-    ours = [torch.ones(2), torch.ones(3)]
-    torch_internals.foreach_add_(ours, [torch.ones(2), torch.ones(3)])
-    torch_internals.foreach_mul_(ours, 2.0)
-    assert [tensor.tolist() for tensor in ours] == [[4.0] * 2, [4.0] * 3]
-    torch_internals.foreach_copy_(ours, [torch.ones(2), torch.zeros(3)])
-    assert [tensor.sum().item() for tensor in ours] == [2.0, 0.0]
-
-
-def dispatch_mode(_: int, __: int, ___: str) -> None:
-    seen = []
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func.name())
-            return func(*args, **(kwargs or {}))
-
-    with Seen():
-        torch.ones(2) + 1
-    assert "aten::add.Tensor" in seen
 
 
 def metadata(_: int, __: int, ___: str) -> None:
@@ -271,57 +155,6 @@ def metadata(_: int, __: int, ___: str) -> None:
     nn.BatchNorm1d(2).load_state_dict(state)
 
 
-def counter_of_writes(_: int, __: int, ___: str) -> None:
-    tensor = torch.zeros(2)
-    before = torch_internals.writes_to(tensor)
-    tensor.detach()[:1].add_(1)
-    assert torch_internals.writes_to(tensor) == before + 1
-    with torch.inference_mode():
-        tensor = torch.zeros(2)
-    assert torch_internals.writes_to(tensor) == 0
-
-
-def buffers(_: int, __: int, ___: str) -> None:
-    layer = nn.Module()
-    kept = torch_internals.buffers_of(layer)
-    layer.register_buffer("calls", torch.zeros(1))
-    layer.calls = layer.calls + 1
-    assert kept["calls"] is layer.calls
-
-
-def hooks(_: int, __: int, ___: str) -> None:
-    ours, theirs = (torch.ones(2, requires_grad=True) for _ in range(2))
-    seen: list[torch.Tensor] = []
-    doubling = theirs.register_hook(lambda gradient: 2 * gradient)
-    theirs.register_post_accumulate_grad_hook(seen.append)
-    torch_internals.share_hooks(ours, theirs)
-    ours.sum().backward()
-    assert ours.grad is not None
-    assert ours.grad.tolist() == [2, 2]
-    assert seen[0] is ours
-    theirs.register_hook(lambda gradient: 10 * gradient)
-    doubling.remove()
-    ours.grad = None
-    ours.sum().backward()
-    assert ours.grad.tolist() == [10, 10]
-
-
-def compiled(_: int, __: int, ___: str) -> None:
-    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    names, weight = list(plain.state_dict()), plain[1].weight
-    plain[1] = torch.compile(plain[1], backend="eager")
-    whole = torch.compile(plain, backend="eager")
-    assert [torch_internals.plain_name(name) for name in whole.state_dict()] == names
-    assert names != list(whole.state_dict())
-    again = torch_internals.uncompiled(whole)
-    assert type(again) is nn.Sequential
-    assert again[1].weight is weight
-    assert list(again.state_dict()) == names
-    again.compile(backend="eager")
-    assert again._compiled_call_impl is not None
-    assert torch_internals.uncompiled(again)._compiled_call_impl is None
-
-
 def signals(_: int, __: int, place: str) -> None:
     os.environ[torch_internals.HANDLED_SIGNALS] = ""
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
@@ -332,22 +165,6 @@ def signals(_: int, __: int, place: str) -> None:
     with agent(Path(place), "/bin/true") as ours:
         ours.run()
     assert callable(signal.getsignal(signal.SIGUSR1))
-
-
-def int_mm(_: int, __: int, place: str) -> None:
-    product = torch._int_mm(torch.full((17, 8), 3, dtype=torch.int8), torch.ones(8, 8, dtype=torch.int8))
-    assert product.dtype == torch.int32
-    assert product.unique().tolist() == [24]
-    get_kernel("aten::_int_mm", "CPU")
-    get_kernel("aten::_int_mm.out", "CPU")
-
-
-def softmax_backward(_: int, __: int, place: str) -> None:
-    inputs = torch.arange(6.0).view(2, 3).requires_grad_()
-    coming = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 4.0]])
-    result = inputs.softmax(-1)
-    result.backward(coming)
-    assert torch.equal(torch._softmax_backward_data(coming, result.detach(), -1, torch.float32), inputs.grad)
 
 
 def separate_stores(_: int, __: int, place: str) -> None:
@@ -377,24 +194,7 @@ CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
     "TORCH_ELASTIC_WORKER_IDENTICAL": alike_nodes,
     "TORCHELASTIC_SIGNALS_TO_HANDLE": signals,
     "_rebuild_buckets": rebuild_buckets,
-    "_static_graph_delay_allreduce_enqueued": static_graph,
-    "_get_ddp_logging_data": logging_data,
-    "_get_backend": timeout,
-    "_timeout": timeout,
-    "_abort_process_group": abort,
-    "_world": groups,
-    **dict.fromkeys(("_fsdp_param_group", "_is_fsdp_managed_module"), sent_together),
-    "_execution_engine": end_of_backward,
-    **dict.fromkeys(("_foreach_add_", "_foreach_mul_", "_foreach_copy_"), foreach),
-    "_int_mm": int_mm,
-    "_softmax_backward_data": softmax_backward,
-    "torch.Tensor._version": counter_of_writes,
-    "_buffers": buffers,
-    **dict.fromkeys(("_backward_hooks", "_post_accumulate_grad_hooks"), hooks),
-    "_python_dispatch": dispatch_mode,
     "_metadata": metadata,
-    **dict.fromkeys(("_orig_mod", "_compiled_call_impl"), compiled),
-    **dict.fromkeys(("_shutdown_workers", "_workers"), shutdown_workers),
 }
 
 
@@ -404,5 +204,53 @@ def test_torch_still_keeps_it(name: str, tmp_path: Path) -> None:
         run_processes(CONTRACTS[name], 1, str(tmp_path))
 
 
-def test_every_private_name_is_tried() -> None:
-    assert {*OVERRIDDEN, *CONTRACTS} == PRIVATE_NAMES.keys()
+def take_away(name: str, patch: pytest.MonkeyPatch) -> None:
+    """Let torch lack the name: in its files, and as an attribute of its owner."""
+    word, real = name.rpartition(".")[2], torch_names._text
+    patch.setattr(torch_names, "_text", lambda file: re.sub(rf"\b{word}\b", "other", real(file)))
+    owner: Any = torch
+    for part in PRIVATE_NAMES[name].owner.split(".")[1:]:
+        owner = vars(owner).get(part) if owner is not None else None
+    if owner is None or word not in dir(owner):
+        return
+    if owner is torch.Tensor:  # a type of C, of which nothing can be taken away
+        words = {each.rpartition(".")[2] for each, private in PRIVATE_NAMES.items() if private.owner == "torch.Tensor"}
+        patch.setattr(torch, "Tensor", type("Tensor", (), dict.fromkeys(words - {word})))
+    else:
+        patch.delattr(owner, word)
+
+
+@pytest.mark.parametrize("name", PRIVATE_NAMES)
+def test_a_name_that_is_gone_is_told_in_one_line(name: str) -> None:
+    require_private_names()
+    with pytest.MonkeyPatch.context() as patch:
+        take_away(name, patch)
+        with pytest.raises(UserError) as raised:
+            require_private_names()
+    assert raised.value.exit_code == ExitCode.BAD_INPUT
+    line = str(raised.value)
+    assert f"torch {torch.__version__} has no {name} ({PRIVATE_NAMES[name].owner})" in line
+    assert f"on which ddp was tried, {TRIED}: `pip install" in line
+    assert "\n" not in line
+
+
+@pytest.mark.full
+def test_a_command_ends_with_that_line_alone() -> None:
+    program = "import sys, torch; del torch._foreach_mul_; from ddp_core.cli import main; sys.exit(main(sys.argv[1:]))"
+    ended = command("train", "toy_mlp", "--device", "cpu", program=("-c", program))
+    assert (ended.code, ended.output) == (ExitCode.BAD_INPUT, "")
+    assert re.fullmatch(r"ddp: error: torch \S+ has no _foreach_mul_ \(torch\), a private name [^\n]+\n", ended.errors)
+
+
+def test_the_releases_that_were_tried_are_those_that_are_admitted() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (bounds,) = [each for each in project["dependencies"] if each.startswith("torch>")]
+    found = re.fullmatch(r"torch>=(2\.\d+),<2\.(\d+)", bounds)
+    assert found is not None
+    assert f"{found[1]} to 2.{int(found[2]) - 1}" == TRIED
+
+
+def test_what_is_found_in_a_file_is_a_whole_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_names, "_text", lambda file: "self._shutdown_all(); self._my_shutdown()")
+    with refusing():
+        require_private_names()
