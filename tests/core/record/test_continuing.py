@@ -135,12 +135,6 @@ def test_changed_code_is_shown_and_needs_a_word(output: Path, project: Path) -> 
     assert "attempt 2 went on with other code" in ended.errors
 
 
-def test_a_comment_is_no_changed_code(output: Path, project: Path) -> None:
-    stopped(output, project)
-    edit(project, "HERE = ", "# Where this file is.\nHERE = ")
-    assert train(output, project, *AUTO)["status"] == "completed"
-
-
 def edited_meanwhile(output: Path, project: Path, *words: str) -> Ended:
     """Train on two ranks, edit a module, lose a rank: how the launch ends."""
     full = ("train", project, *CPU, "--set", "data.digest=given", "--layout", "ddp", "--nproc-per-node", "2", *words)
@@ -152,14 +146,6 @@ def edited_meanwhile(output: Path, project: Path, *words: str) -> Ended:
         edit(project.parent / "beside.py", ".sum()", ".sum() * 1")
         edited.touch()
         return launch.end()
-
-
-@pytest.mark.slow
-def test_a_file_edited_while_a_launch_trains_lets_nobody_join(output: Path, project: Path) -> None:
-    ended = edited_meanwhile(output, project, "--recovery", "live", "--set", "epochs=600")
-    assert ended.code == 2, ended.errors
-    assert "ranks 1 have another beside.py than rank 0: start every node with the same code" in ended.errors
-    assert "Traceback" not in ended.errors
 
 
 @pytest.mark.slow
@@ -246,15 +232,6 @@ def test_an_extended_run_ends_as_one_long_run(output: Path, project: Path, sched
 
 
 @pytest.mark.slow
-def test_an_extended_cosine_says_that_it_is_another_result(output: Path, project: Path) -> None:
-    words = ("--set", "schedule.name=cosine")
-    record, said = extend(output, project, *words)
-    assert "schedule cosine depends on the length of the run" in said
-    whole = train(output / "whole", project, *words, "--set", "epochs=4")
-    assert record["weights_sha256"] != whole["weights_sha256"]
-
-
-@pytest.mark.slow
 def test_verify_repeats_an_extension_and_the_weights_that_a_run_began_with(output: Path, project: Path) -> None:
     train(output / "first", project)
     first, _ = trained(output / "first")
@@ -299,30 +276,3 @@ def test_weights_of_a_run_start_another(output: Path, project: Path) -> None:
     weights.unlink()
     gone = ddp("verify", trained(output / "second")[0].path, module="tests.support.quick")
     assert (gone.code, "model.safetensors is gone" in gone.output) == (1, True)
-
-
-@pytest.mark.slow
-def test_runs_from_other_weights_do_not_continue_each_other(output: Path, project: Path) -> None:
-    train(output / "first", project)
-    weights = str(trained(output / "first")[0].path / "model.safetensors")
-    stopped(output / "second", project, "--init-from", weights)
-    said = refused(output / "second", project, *AUTO)
-    assert f"initial weights from {weights} there" in said
-    Path(weights).rename(output / "elsewhere.safetensors")
-    run_named(named_commands(said)[0])
-    record = trained(output / "second")[1]
-    assert record["status"] == "completed"
-    assert record["init_from"]["file"] == weights, "the run's own are still on record"
-    stopped(output / "third", project)
-    named = ("--init-from", output / "elsewhere.safetensors", "--resume", trained(output / "third")[0].path)
-    assert "random initial weights there" in refused(output / "third", project, *named)
-
-
-def test_weights_that_do_not_fit_are_named(output: Path, project: Path) -> None:
-    train(output / "first", project)
-    weights = str(trained(output / "first")[0].path)
-    ended = ddp("train", project, "--set", "model.width=6", "--init-from", weights, *CPU, "--output", output / "second")
-    assert ended.code == 2
-    assert "0.weight is torch.float32 [5, 10] there, torch.float32 [6, 10] here" in ended.errors
-    ended = ddp("train", project, "--init-from", output / "nothing.pt", *CPU, "--output", output / "third")
-    assert (ended.code, "there is no such run or file" in ended.errors) == (2, True)

@@ -49,16 +49,14 @@ def answer(git: Path, status: str) -> None:
     [(":", False), ("echo ' M file'", True), ("exit 128", None), ("echo ' M file'; exit 1", None)],
     ids=["clean", "changed", "failed", "failed half way"],
 )
-def test_a_failed_status_is_not_clean(git: Path, status: str, dirty: bool | None) -> None:
+def test_a_failed_status_is_not_clean_and_without_git_nothing_is_known(
+    git: Path, status: str, dirty: bool | None
+) -> None:
+    assert describe_code()["commit"] is describe_code()["dirty"] is None
+    describe_code.cache_clear()
     answer(git, status)
     code = describe_code()
     assert (code["commit"], code["dirty"]) == (COMMIT, dirty)
-
-
-def test_without_git_nothing_is_known(git: Path) -> None:
-    assert not git.exists()
-    code = describe_code()
-    assert (code["commit"], code["dirty"]) == (None, None)
 
 
 def test_what_the_system_refuses_is_not_taken_for_other_code(git: Path) -> None:
@@ -76,33 +74,21 @@ def test_what_the_system_refuses_is_not_taken_for_other_code(git: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "dirty"), [("true", True), ("false", False), ("unknown", None), ("", None), (None, None)]
+    ("commit", "said", "dirty", "shown"),
+    [
+        (COMMIT, "true", True, "(commit 0123456789ab, changed since)"),
+        (COMMIT, "false", False, "(commit 0123456789ab)"),
+        (COMMIT, "", None, "(commit 0123456789ab)"),
+        ("unknown", "unknown", None, "(commit unknown)"),
+    ],
+    ids=["changed", "clean", "not said", "built without make"],
 )
 def test_an_image_says_what_it_was_built_from(
-    monkeypatch: pytest.MonkeyPatch, said: str | None, dirty: bool | None
-) -> None:
-    monkeypatch.setenv("DDP_GIT_COMMIT", COMMIT)
-    monkeypatch.delenv("DDP_GIT_DIRTY", raising=False)
-    if said is not None:
-        monkeypatch.setenv("DDP_GIT_DIRTY", said)
-    code = describe_code()
-    assert (code["commit"], code["dirty"]) == (COMMIT, dirty)
-
-
-@pytest.mark.parametrize(
-    ("commit", "dirty", "shown"),
-    [
-        (COMMIT, "true", "(commit 0123456789ab, changed since)"),
-        (COMMIT, "false", "(commit 0123456789ab)"),
-        ("unknown", "unknown", "(commit unknown)"),
-    ],
-    ids=["changed", "clean", "built without make"],
-)
-def test_the_version_of_an_image_says_its_commit_or_that_it_is_unknown(
-    monkeypatch: pytest.MonkeyPatch, commit: str, dirty: str, shown: str
+    monkeypatch: pytest.MonkeyPatch, commit: str, said: str, dirty: bool | None, shown: str
 ) -> None:
     monkeypatch.setenv("DDP_GIT_COMMIT", commit)
-    monkeypatch.setenv("DDP_GIT_DIRTY", dirty)
+    monkeypatch.setenv("DDP_GIT_DIRTY", said)
+    assert describe_code()["dirty"] is dirty
     assert f" {shown}, torch " in version_line()
 
 
@@ -116,8 +102,7 @@ def test_pins_are_requirements_of_what_is_installed() -> None:
 
 def test_what_pip_could_not_find_stands_in_a_comment() -> None:
     """This project itself is installed from its folder."""
-    (own,) = (line for line in pins(HERE).splitlines() if "samebits==" in line)
-    assert own == f"# samebits=={version('samebits')}"
+    assert f"# samebits=={version('samebits')}" in pins(HERE).splitlines()
 
 
 def test_the_versions_of_the_record_come_first() -> None:

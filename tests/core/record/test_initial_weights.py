@@ -1,20 +1,27 @@
-"""Weights to start from: which files are read, and what fits a model."""
+"""Weights to start from, and whether the files of final weights hold what the record says."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file, save_model
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import UserError
-from ddp_core.record.initial_weights import InitialWeights, find_weights, put_weights
-from ddp_core.record.weights import read_weights
+from ddp_core.base.files import sha256_of
+from ddp_core.checkpoint import Checkpointer, load, read_checkpoint
+from ddp_core.record.directory import RunDirectory
+from ddp_core.record.initial_weights import find_weights, put_weights
+from ddp_core.record.weights import WEIGHTS, exchanged_weights, read_weights, require_recorded_weights
+from tests.support.records import a_record
 from tests.support.wording import refusing
 
 
@@ -40,25 +47,23 @@ def test_state_dicts_are_read_in_every_usual_form(tmp_path: Path, form: str) -> 
     trained, fresh = model(), model()
     state = trained.state_dict()
     file = tmp_path / ("weights.safetensors" if form == "safetensors" else "weights.pt")
+    forms = {
+        "plain": state,
+        "model": {"model": state, "step": 3},
+        "state_dict": {"state_dict": state},
+        "nested": {"model": {"state_dict": state}},
+        "wrapped in DDP": {f"module.{name}": value for name, value in state.items()},
+    }
     if form == "safetensors":
         save_file(state, file)
     else:
-        named = {f"module.{name}": value for name, value in state.items()}
-        forms = {
-            "plain": state,
-            "model": {"model": state, "step": 3},
-            "state_dict": {"state_dict": state},
-            "nested": {"model": {"state_dict": state}},
-            "wrapped in DDP": named,
-        }
         torch.save(forms[form], file)
     found = find_weights(str(file))
     assert (found.given, found.file) == (str(file), str(file.resolve()))
     assert not same(trained, fresh)
     put_weights(fresh, found)
     assert same(trained, fresh)
-    if form != "wrapped in DDP":
-        assert found.sha256 == weights_digest(state)
+    assert form == "wrapped in DDP" or found.sha256 == weights_digest(state)
 
 
 def test_tied_weights_come_back_tied(tmp_path: Path) -> None:
@@ -123,11 +128,6 @@ def test_what_holds_no_weights_is_refused(tmp_path: Path, content: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_record_gives_them_back() -> None:
-    weights = InitialWeights("run", "/run/model.safetensors", "0")
-    assert InitialWeights(**weights.to_json()) == weights
-
-
 def test_torchs_own_converter_makes_such_a_file_of_a_folder(tmp_path: Path) -> None:
     """As docs/how-to/use-what-was-trained.md says."""
     trained, fresh = model(), model()
@@ -136,3 +136,86 @@ def test_torchs_own_converter_makes_such_a_file_of_a_folder(tmp_path: Path) -> N
     dcp_to_torch_save(tmp_path / "folder", tmp_path / "file.pt")
     put_weights(fresh, find_weights(str(tmp_path / "file.pt")))
     assert same(trained, fresh)
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    return model
+
+
+def finished(folder: Path, model: nn.Module) -> RunDirectory:
+    """A completed run of four steps, with two checkpoints, the last of which has the final weights."""
+    run, state = RunDirectory(folder), model.state_dict()
+    with Checkpointer(run.checkpoints) as checkpointer:
+        for step in (2, 4):
+            checkpointer.save({"model": state}, step=step, epoch=0)
+    save_model(SimpleNamespace(state_dict=lambda: dict(state)), str(folder / WEIGHTS))  # type: ignore[arg-type]
+    done = {"status": "completed", "weights_sha256": weights_digest(state), "result": {"steps": 4}}
+    run.write(a_record(**done))
+    return run
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), tied()], ids=["a layer", "tied weights"])
+def test_what_was_saved_is_what_was_recorded(tmp_path: Path, model: nn.Module) -> None:
+    run = finished(tmp_path, model)
+    record = run.read()
+    assert exchanged_weights(tmp_path, record) is None
+    file = tmp_path / WEIGHTS
+    save_file({name: torch.zeros_like(value) for name, value in load_file(file).items()}, file)
+    assert exchanged_weights(tmp_path, record) == WEIGHTS
+    with refusing():
+        require_recorded_weights(tmp_path, record)
+
+
+def test_the_average_is_looked_at_where_it_is_recorded(tmp_path: Path) -> None:
+    run = finished(tmp_path, nn.Linear(2, 2))
+    run.update(ema_sha256="0" * 64)
+    with refusing():
+        exchanged_weights(tmp_path, run.read())
+    (tmp_path / "model_ema.safetensors").write_bytes((tmp_path / WEIGHTS).read_bytes())
+    assert exchanged_weights(tmp_path, run.read()) == "model_ema.safetensors"
+
+
+def test_a_pipe_in_the_place_of_weights_keeps_nobody_waiting(tmp_path: Path) -> None:
+    run = finished(tmp_path, nn.Linear(2, 2))
+    (tmp_path / WEIGHTS).unlink()
+    os.mkfifo(tmp_path / WEIGHTS)
+    with refusing():
+        exchanged_weights(tmp_path, run.read())
+
+
+def test_a_run_starts_another_with_the_weights_of_its_record_alone(tmp_path: Path) -> None:
+    run = finished(tmp_path, nn.Linear(2, 2))
+    file, digest = tmp_path / WEIGHTS, run.read()["weights_sha256"]
+    assert find_weights(str(tmp_path)).sha256 == digest
+    whole = file.read_bytes()
+    save_file({name: torch.zeros_like(value) for name, value in load_file(file).items()}, file)
+    with refusing():
+        find_weights(str(tmp_path))
+    for content in (bytes(len(whole)), whole[:-3], b""):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match="holds no weights"):
+            find_weights(str(tmp_path))
+    file.unlink()
+    found = find_weights(str(tmp_path))
+    assert (Path(found.file).name, found.sha256) == ("step-000000004.pt", digest), "the checkpoint of the last step"
+    (run.checkpoints / "step-000000004.pt").unlink()
+    with refusing():
+        find_weights(str(tmp_path))
+
+
+def test_a_tensor_that_was_expanded_is_refused_before_it_takes_memory(tmp_path: Path) -> None:
+    state = {"model": {"large\x1b": torch.ones(1).expand(400_000_000_000)}}
+    torch.save(state, file := tmp_path / "weights.pt")
+    for read in (read_weights, lambda path: find_weights(str(path))):
+        with refusing():
+            read(file)
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save({"model": {"large": torch.ones(1)}}, step=1, epoch=0)
+        assert checkpointer.last is not None
+    whole = read_checkpoint(checkpointer.last.path)
+    torch.save(state, whole.path)
+    forged = replace(whole, bytes=whole.path.stat().st_size, sha256=sha256_of(whole.path))
+    with refusing():
+        load(forged)

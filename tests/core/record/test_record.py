@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import fingerprint, fingerprint_differences, of_all_ranks
-from ddp_core.checkpoint import Superseded
+from ddp_core.checkpoint import Fence, Superseded
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
 from ddp_core.data.data_digest import DataDigest
@@ -27,12 +28,12 @@ from ddp_core.experiment.request import Request
 from ddp_core.experiment.source import Source
 from ddp_core.record import run_record as record_module
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.result import gather_ends
+from ddp_core.record.result import gather_ends, result_of, save_weights, summary
 from ddp_core.record.run_record import Origin, RunRecord
-from ddp_core.trainers import Trainer
+from ddp_core.record.weights import exchanged_weights
 from tests.core.trainers.test_trainers import CPU, experiment, finished
 from tests.support.records import NO_USAGE, a_record
-from tests.support.wording import refusing
+from tests.support.wording import refusing, said_as_before
 
 ORIGIN = Origin(
     Source("mine.py", {"mine.py": b"x = 1\n"}, {}),
@@ -228,21 +229,60 @@ def _with_another(place: int, tensor: str) -> Callable[[Any], Any]:
     return change
 
 
-def _ends(trainer: Trainer) -> Any:
-    return gather_ends(trainer, {}, NO_USAGE)
-
-
 @pytest.mark.parametrize(("place", "tensor"), [(0, "parameter 2.bias"), (1, "the averaged 0.weight")])
 def test_ranks_that_ended_with_other_weights_are_named(place: int, tensor: str) -> None:
     trainer = finished(experiment(max_steps=1, ema_decay=0.9), collectives=TwoRanks(_with_another(place, tensor)))
-    with pytest.raises(
-        UserError, match=rf"after step 1 {tensor} is not the same on all ranks \(differs: 0, 1 of 2"
-    ) as refused:
-        _ends(trainer)
-    assert refused.value.exit_code == ExitCode.BAD_INPUT
+    with refusing():
+        gather_ends(trainer, {}, NO_USAGE)
 
 
-def test_ranks_that_ended_with_the_same_weights_are_believed() -> None:
-    trainer = finished(experiment(max_steps=1, ema_decay=0.9), collectives=TwoRanks(lambda part: part))
-    ends = _ends(trainer)
-    assert len(ends.weights) == len(ends.average) == 64
+def test_the_last_line_has_loss_metrics_single_values_and_speed() -> None:
+    figures = {"train_loss": 0.25, "test_accuracy": 0.5, "ema_test_loss": 1.5, "seconds": 9.0}
+    said_as_before(summary(figures | {"values": {"weight": [2.0], "many": [3.0, 4.0]}, "samples_per_second": 1234.4}))
+    assert summary({"samples_per_second": None}) == ""
+
+
+def test_weights_are_written_to_the_file_that_was_named(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    fence = Fence.take(tmp_path)
+    save_weights(model.state_dict(), tmp_path / "model.safetensors", fence)
+    assert weights_digest(load_file(tmp_path / "model.safetensors")) == weights_digest(model.state_dict())
+    with refusing():
+        save_weights(model.state_dict(), tmp_path / "no" / "folder", fence)
+
+
+def test_what_shares_memory_in_part_is_written_whole(tmp_path: Path) -> None:
+    table, chunks = torch.arange(6.0).view(2, 3), torch.arange(4.0).chunk(2)
+    state = {"table": table, "tied": table, "row": table[0], "turned": table.t(), "first": chunks[0], "last": chunks[1]}
+    save_weights(state, tmp_path / "model.safetensors", Fence.take(tmp_path))
+    (tmp_path / "other").touch()
+    modes = {(tmp_path / name).stat().st_mode for name in ("model.safetensors", "other")}
+    assert len(modes) == 1, "whoever may read the record may read the weights"
+    assert load_file(tmp_path / "model.safetensors").keys() == state.keys() - {"tied"}
+    assert exchanged_weights(tmp_path, {"weights_sha256": weights_digest(state)}) is None
+
+
+def test_a_former_rank_0_leaves_the_weights_of_its_successor(tmp_path: Path) -> None:
+    file, model, other = tmp_path / "model.safetensors", nn.Linear(2, 3), nn.Linear(2, 3)
+    former = Fence.take(tmp_path)
+    save_weights(model.state_dict(), file, Fence.take(tmp_path))
+    with pytest.raises(Superseded):
+        save_weights(other.state_dict(), file, former)
+    assert weights_digest(load_file(file)) == weights_digest(model.state_dict())
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+class OfComplexNumbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5, dtype=torch.complex64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.flatten(1)[:, :1] * torch.view_as_real(self.weight).reshape(1, -1)
+
+
+def test_few_parameters_are_recorded_with_their_values_complex_ones_with_both_parts(tmp_path: Path) -> None:
+    trainer = finished(experiment(max_steps=1), OfComplexNumbers)
+    weights = trainer.state.model.state_dict()
+    values = result_of(trainer, weights, tmp_path / "metrics.jsonl", 1.0)["values"]["weight"]
+    assert values == torch.view_as_real(weights["weight"]).flatten().tolist()
