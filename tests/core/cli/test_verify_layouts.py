@@ -27,6 +27,13 @@ NEEDS_DATA = {"cifar10_resnet18", "fashion_mnist"}
 NOT_EXACT = {"counter_buffer"}
 
 
+def verified(*words: object, code: int = 0) -> str:
+    """What `ddp verify-layouts WORDS` says, which ends with this code."""
+    ended = ddp("verify-layouts", *words, timeout=850, module="tests.support.quick")
+    assert ended.code == code, ended.output + ended.errors
+    return ended.output + ended.errors
+
+
 def test_layouts_have_no_more_ranks_than_a_step_has_micro_batches() -> None:
     layouts, left_out = layouts_for(micro_batches=4, steps=4)
     assert left_out == ["ddp x 5", "ddp x 8"]
@@ -39,11 +46,9 @@ def test_layouts_have_no_more_ranks_than_a_step_has_micro_batches() -> None:
     assert list(on_gpus)[:3] == ["single", "dp x 2", "dp x 3"], "no threads of the CPU"
 
 
-def test_missing_gpu_is_said_before_anything_is_trained() -> None:
-    words = ("toy_mlp", "--device", "cuda")
-    ended = ddp("verify-layouts", *words, env={"CUDA_VISIBLE_DEVICES": ""}, module="tests.support.quick")
-    assert ended.code == 4, ended.output + ended.errors
-    assert "CUDA device" in ended.errors
+def test_missing_gpu_is_said_before_anything_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA device" in verified("toy_mlp", "--device", "cuda", code=4)
 
 
 @pytest.mark.parametrize(
@@ -59,23 +64,17 @@ def test_kills_are_within_the_run(steps: int, kills: list[int]) -> None:
 
 @pytest.mark.full
 def test_a_run_that_is_killed_three_times_has_the_digest_of_one_that_is_not() -> None:
-    words = ("--set", "global_batch_size=4", "--set", "epochs=1")
-    ended = ddp("verify-layouts", "toy_mlp", *words, module="tests.support.quick")
-    assert ended.code == 0, ended.output + ended.errors
-    lines = ended.output.splitlines()
+    lines = verified("toy_mlp", "--set", "global_batch_size=4", "--set", "epochs=1").splitlines()
     assert lines[0].startswith("left out, as a step has only 1 micro-batch to share: dp x 2 (threads), dp x 3")
     assert lines[-1] == "2 layouts, one digest of weights and buffers, one of the optimizer's state: identical"
     assert lines[-2].startswith("killed on 1, 1, 1, ended on 1 ")
 
 
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
-    ended = ddp("verify-layouts", "digits", "--set", "sync_batch_norm=true", module="tests.support.quick")
-    assert (ended.code, "cannot be had here: SyncBatchNorm" in ended.errors) == (2, True), ended.errors
-    ended = ddp("verify-layouts", "counter_buffer", "--set", "max_steps=1", module="tests.support.quick")
-    assert ended.code == 2
-    assert "forward changes the buffer cnt, which depends on the layout" in ended.errors
-    ended = ddp("verify-layouts", "fashion_mnist", "--data-dir", tmp_path)
-    assert (ended.code, "ddp data fetch fashion_mnist --data-dir" in ended.errors) == (2, True), ended.errors
+    assert "cannot be had here: SyncBatchNorm" in verified("digits", "--set", "sync_batch_norm=true", code=2)
+    said = verified("counter_buffer", "--set", "max_steps=1", code=2)
+    assert "forward changes the buffer cnt, which depends on the layout" in said
+    assert "ddp data fetch fashion_mnist --data-dir" in verified("fashion_mnist", "--data-dir", tmp_path, code=2)
 
 
 def test_every_shipped_experiment_has_a_case() -> None:
@@ -87,6 +86,4 @@ def test_every_shipped_experiment_has_a_case() -> None:
 @pytest.mark.parametrize("name", sorted(SHORT.keys() - NEEDS_DATA - NOT_EXACT))
 def test_every_shipped_experiment_has_one_digest(name: str) -> None:
     settings = [word for setting in SHORT[name] for word in ("--set", setting)]
-    ended = ddp("verify-layouts", name, *settings, timeout=850, module="tests.support.quick")
-    assert ended.code == 0, ended.output + ended.errors
-    assert ended.output.endswith(": identical\n")
+    assert verified(name, *settings).endswith(": identical\n")
