@@ -23,132 +23,41 @@ MODES = {
     "spawn": ["--layout", "ddp", "--nproc-per-node", "2", "--launcher", "spawn"],
 }
 
+WHOLE = """from ddp_core.config.experiment import *
+{}
+experiment = Experiment(name='a', model=Component(name='{}'), data=Component(name='{}'), global_batch_size=8,
+                        micro_batch=4)
+"""
+EMPTY_HELD_OUT = """
+from torch import ones, zeros
+from ddp_core.data.splits import InMemory, Splits
+def data():
+    return Splits(train=InMemory(ones(8, 2), zeros(8)), test=InMemory(ones(0, 2), zeros(0)))
+"""
 BROKEN = {
     "raises": "x = 1 / 0\n",
     "syntax": "def (:\n",
     "no_experiment": "x = 1\n",
-    "wrong_field": """
-from ddp_core.config.experiment import *
-experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=-1)
-""",
-    "unknown_field": """
-from ddp_core.config.experiment import *
-experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
-                        epoch=3)
-""",
-    "unknown_model": """
-from ddp_core.config.experiment import *
-experiment = Experiment(name='a', model=Component(name='mpl'), data=Component(name='digits'), global_batch_size=8)
-""",
-    "data_missing": """
-from ddp_core.config.experiment import *
-def data(root):
-    return (root / 'mine' / 'pixels.npy').read_bytes()
-experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='data'), global_batch_size=8,
-                        micro_batch=4)
-""",
-    "foreign_name": """
-from ddp_core.config.experiment import *
-experiment = Experiment(name='für', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8)
-""",
-    "data_raises": """
-from ddp_core.config.experiment import *
-def data():
-    raise OSError('the disk is on fire')
-experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='data'), global_batch_size=8,
-                        micro_batch=4)
-""",
-    "model_raises": """
-from ddp_core.config.experiment import *
-def model():
-    raise ValueError('no such width')
-experiment = Experiment(name='a', model=Component(name='model'), data=Component(name='digits'), global_batch_size=8,
-                        micro_batch=4)
-""",
-    "wrong_model": """
-from ddp_core.config.experiment import *
-def model():
-    return 7
-experiment = Experiment(name='a', model=Component(name='model'), data=Component(name='digits'), global_batch_size=8,
-                        micro_batch=4)
-""",
-    "stream": """
-from torch.utils.data import IterableDataset
-from ddp_core.config.experiment import *
-class Lines(IterableDataset):
-    def __iter__(self):
-        return iter([])
-def data():
-    return Lines()
-experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='data'), global_batch_size=8,
-                        micro_batch=4)
-""",
-    "wrong_collate": """
-from ddp_core.config.experiment import *
-collate = 7
-experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
-                        micro_batch=4)
-""",
-    "optimiser": """
-from ddp_core.config.experiment import *
-def optimiser(model):
-    pass
-experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
-                        micro_batch=4)
-""",
-    "optimizer_argument": """
-from ddp_core.config.experiment import *
-def optimizer(net):
-    pass
-experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
-                        micro_batch=4)
-""",
-    "wrong_optimizer": """
-from ddp_core.config.experiment import *
-def optimizer(model):
-    return 7
-experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
-                        micro_batch=4)
-""",
-    "wrong_metrics": """
-from ddp_core.config.experiment import *
-def metrics(outputs, targets):
-    return {'top': outputs}
-experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
-                        micro_batch=4)
-""",
-    "empty_held_out": """
-from torch import ones, zeros
-from ddp_core.config.experiment import *
-from ddp_core.data.splits import InMemory, Splits
-def data():
-    return Splits(train=InMemory(ones(8, 2), zeros(8)), test=InMemory(ones(0, 2), zeros(0)))
-experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='data'), global_batch_size=8,
-                        micro_batch=4)
-""",
-    "nothing": """
-from ddp_core.config.experiment import *
-experiment = Experiment(name='a', global_batch_size=8, micro_batch=4)
-""",
-    "empty_model": """
-from torch import nn
-from ddp_core.config.experiment import *
-def model():
-    return nn.Flatten()
-experiment = Experiment(name='a', model=Component(name='model'), data=Component(name='digits'), global_batch_size=8,
-                        micro_batch=4)
-""",
+    "unknown_field": WHOLE.format("", "mlp", "digits").replace("micro_batch", "epoch"),
+    "foreign_name": WHOLE.format("", "mlp", "digits").replace("'a'", "'für'"),
+    "nothing": WHOLE.format("", "model", "digits"),
+    "data_missing": WHOLE.format("def data(root):\n    return (root / 'pixels.npy').read_bytes()", "mlp", "data"),
+    "data_raises": WHOLE.format("def data():\n    raise OSError('the disk is on fire')", "mlp", "data"),
+    "empty_held_out": WHOLE.format(EMPTY_HELD_OUT, "mlp", "data"),
+    "model_raises": WHOLE.format("def model():\n    raise ValueError('no such width')", "model", "digits"),
+    "wrong_model": WHOLE.format("def model():\n    return 7", "model", "digits"),
+    "empty_model": WHOLE.format("from torch import nn\ndef model():\n    return nn.Flatten()", "model", "digits"),
+    "wrong_collate": WHOLE.format("collate = 7", "mlp", "digits"),
+    "wrong_metrics": WHOLE.format("def metrics(outputs, targets):\n    return {'top': outputs}", "mlp", "digits"),
 }
 
 # Words of the command, exit code, and what the error line must contain.
 CASES: dict[str, tuple[list[str], int, list[str]]] = {
     "unknown experiment": (["toy_mpl"], 2, ["toy_mpl", "did you mean toy_mlp?"]),
     "missing file": (["nowhere/mine.py"], 2, ["nowhere/mine.py", "ddp list"]),
-    "unknown layout": (["toy_mlp", "--layout", "dpp"], 2, ["--layout", "dpp", "single"]),
+    "folder": (["/"], 2, ["experiment /: this is a folder"]),
     "unknown option": (["toy_mlp", "--outptu", "x"], 2, ["--outptu", "did you mean --output?"]),
-    "unknown setting": (["toy_mlp", "--set", "optimizer.learning_rate=1"], 2, ["optimizer.learning_rate"]),
     "wrong type": (["toy_mlp", "--set", "epochs=many"], 2, ["epochs", "integer"]),
-    "wrong number": (["toy_mlp", "--nproc-per-node", "two"], 2, ["--nproc-per-node", "two"]),
     "cut": (["toy_mlp", "--set", "global_batch_size=18"], 2, ["18", "16 or 20"]),
     "small data": (["toy_mlp", "--set", "global_batch_size=64"], 2, ["32 training samples", "64", "--set"]),
     "GPUs": (["toy_mlp", "--device", "cuda", "--nproc-per-node", "99"], 4, ["CUDA devices", "--device cpu"]),
@@ -157,31 +66,23 @@ CASES: dict[str, tuple[list[str], int, list[str]]] = {
     "foreign name": (["foreign_name.py"], 2, ["name", "'für'", "from A to Z", "runs' folder"]),
     "no run": (["toy_mlp", "--resume", "nowhere"], 2, ["--resume nowhere", "run.json"]),
     "promise": (["toy_mlp", "--reduction", "exact", "--set", "micro_batch=null"], 2, ["exact", "--reduction plain"]),
-    "signal": (["toy_mlp", "--stop-signal", "USR9"], 2, ["USR9", "USR1"]),
-    "timeout": (["toy_mlp", "--timeout", "-1"], 2, ["timeout"]),
     "raises": (["raises.py"], 2, ["raises.py:1", "ZeroDivisionError"]),
     "syntax": (["syntax.py"], 2, ["syntax.py:1", "SyntaxError"]),
     "no experiment": (["no_experiment.py"], 2, ["no_experiment.py", "experiment = Experiment("]),
-    "wrong field": (["wrong_field.py"], 2, ["wrong_field.py:3", "global_batch_size"]),
     "unknown field": (["unknown_field.py"], 2, ["unknown_field.py:3", "epoch", "did you mean epochs?"]),
-    "unknown model": (["unknown_model.py"], 2, ["mpl", "did you mean mlp?"]),
-    "data raises": (["data_raises.py"], 2, ["data_raises.py:4", "the disk is on fire"]),
-    "stream": (["stream.py"], 2, ["data: train is a Lines, a stream", "docs/how-to/stream-from-shards.md"]),
+    "nothing": (["nothing.py"], 2, ["model.name is model", "define `def model(): …` there"]),
+    "data raises": (["data_raises.py"], 2, ["data_raises.py:3", "the disk is on fire"]),
     "empty held-out": (["empty_held_out.py"], 2, ["data data", "held-out set without samples", "Splits(train=...)"]),
     "wrong collate": (["wrong_collate.py"], 2, ["wrong_collate.py", "collate is 7", "(inputs, targets)"]),
-    "misspelt": (["optimiser.py"], 2, ["optimiser.py defines `optimiser`", "did you mean `optimizer`?"]),
-    "optimizer's argument": (["optimizer_argument.py"], 2, ["no parameter `model`", "def optimizer(model, …)"]),
-    "nothing": (["nothing.py"], 2, ["model.name is model", "define `def model(): …` there"]),
-    "wrong optimizer": (["wrong_optimizer.py"], 2, ["optimizer returned a int", "torch.optim.Optimizer"]),
     "wrong metrics": (["wrong_metrics.py"], 2, ["metrics: top is float [2, 10] for one batch", "sum over the samples"]),
-    "model raises": (["model_raises.py"], 2, ["model_raises.py:4", "no such width"]),
+    "model raises": (["model_raises.py"], 2, ["model_raises.py:3", "no such width"]),
     "wrong model": (["wrong_model.py"], 2, ["model", "int", "torch.nn.Module"]),
     "empty model": (["empty_model.py"], 2, ["no parameter that requires a gradient"]),
 }
 ROWS = {"small data": 18, "missing data": 21, "GPUs": 23}
 """The rows of the fault matrix that these cases produce."""
-LAYOUT_OF_ITS_OWN = {"unknown layout", "wrong number", "GPUs"}
-ENDS_IN_THE_WORKERS = {"model raises", "wrong model", "empty model", "wrong optimizer", "wrong metrics"}
+LAYOUT_OF_ITS_OWN = {"GPUs"}
+ENDS_IN_THE_WORKERS = {"model raises", "wrong model", "empty model", "wrong metrics"}
 
 
 def one_line(ended: Ended, code: int, words: list[str]) -> None:
@@ -197,7 +98,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with every broken experiment file."""
     folder = tmp_path_factory.mktemp("files")
     for name, text in BROKEN.items():
-        (folder / f"{name}.py").write_text(f'"""A question?"""{text}' if text.startswith("\n") else text)
+        (folder / f"{name}.py").write_text(text)
     return folder
 
 
@@ -206,7 +107,7 @@ def refuse(name: str, mode: str, files: Path, output: Path) -> None:
     words = [str(files / word) if (files / word).is_file() else word for word in words]
     words = [str(output / "no-data") if word == "DATA" else word for word in words]
     device = [] if "--device" in words else ["--device", "cpu"]
-    layout = MODES[mode] if name not in LAYOUT_OF_ITS_OWN else ["--layout", "ddp"] if "--layout" not in words else []
+    layout = MODES[mode] if name not in LAYOUT_OF_ITS_OWN else ["--layout", "ddp"]
     started = time.monotonic()
     ended = ddp("train", *words, *device, *layout, "--output", output)
     seconds = time.monotonic() - started
@@ -288,9 +189,7 @@ def test_a_completed_run_is_not_trained_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [[], ["nonsense"], ["trian"], ["train"], ["verify"], ["verify", "nowhere"], ["compare", "nowhere"], ["data"]],
-    ids=" ".join,
+    "words", [[], ["trian"], ["verify"], ["verify", "nowhere"], ["compare", "nowhere"]], ids=" ".join
 )
 def test_other_commands_say_what_they_need(words: list[str]) -> None:
     ended = ddp(*words)
@@ -357,8 +256,9 @@ def raising(folder: Path, where: str, error: str) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("where", ["data", "model"])
-@pytest.mark.parametrize("mode", ["single", "dp", "torchrun"])
+@pytest.mark.parametrize(
+    ("where", "mode"), [("data", "single"), ("model", "dp"), ("data", "torchrun"), ("model", "torchrun")]
+)
 def test_words_of_a_lost_peer_from_the_experiment_are_its_own(mode: str, where: str, tmp_path: Path) -> None:
     file = raising(tmp_path, where, REFUSED)
     ended = ddp("train", file, "--device", "cpu", *MODES[mode], "--output", tmp_path / "outputs")
@@ -370,29 +270,10 @@ def test_words_of_a_lost_peer_from_the_experiment_are_its_own(mode: str, where: 
     assert trained(tmp_path / "outputs")[1]["attempts"][1:] == [], "it would only be repeated"
 
 
-def test_words_of_a_lost_peer_from_a_loader_process_are_the_experiments(tmp_path: Path) -> None:
-    file = raising(tmp_path, "data", REFUSED)
-    ended = ddp("train", file, "--device", "cpu", "--workers", "1", "--output", tmp_path / "outputs")
-    assert ended.code == 2, ended.errors
-    assert "RuntimeError: S3: connection refused" in ended.errors
-
-
 @pytest.mark.parametrize(
     ("mode", "where", "error", "reason"),
     [
         ("single", "data", "MemoryError()", "out of memory;"),
-        (
-            "torchrun",
-            "data",
-            "MemoryError('Unable to allocate 7.28 TiB')",
-            "out of memory (Unable to allocate 7.28 TiB);",
-        ),
-        (
-            "single",
-            "model",
-            "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a capacity of')",
-            "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB);",
-        ),
         ("torchrun", "model", "torch.empty(2**60)", "out of memory (can't allocate memory: you tried to allocate"),
     ],
 )

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ddp_core.base.seeds import share_of
-from ddp_core.data.splits import InMemory
 from ddp_core.reduction import ExactReduction
 from ddp_core.sampler import ElasticSampler, GlobalOrder, MicroBatches
 from tests.support.wording import refusing
@@ -204,15 +203,6 @@ def test_what_does_not_fit_is_refused() -> None:
     assert len(MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), 1)) == 21
     with refusing(ValueError):
         MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), SIZE, shuffle=True)
-
-
-def test_a_data_set_that_makes_whole_batches_needs_no_collate() -> None:
-    samples = InMemory(torch.arange(20.0).view(10, 2), torch.arange(10))
-    sampler = ElasticSampler(samples, 1, 0, shuffle=False)
-    found = [batch for step in MicroBatches(samples, sampler, Dealt(0, 1, False), 1) for _, batch in step]
-    assert [(inputs.tolist(), targets.tolist()) for inputs, targets in found] == [
-        ([[2.0 * row, 2.0 * row + 1]], [row]) for row in range(10)
-    ]
 
 
 def test_an_exact_reduction_is_fed_also_in_an_incomplete_step() -> None:

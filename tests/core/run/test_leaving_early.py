@@ -9,18 +9,13 @@ import pytest
 
 from ddp_core.base.errors import ExitCode
 from ddp_core.base.user_code import LeftEarly, user_code
-from ddp_core.experiment.building import build
+from tests.core.run.test_whose_fault import HEAD
 from tests.core.test_bad_input import MODES
 from tests.support.commands import ddp, trained
 from tests.support.wording import refusing
 
-FILE = """
-import os, sys
-import torch
-from torch import nn
-from ddp_core.config.experiment import Component, Experiment
-from ddp_core.data.splits import Splits
-from ddp_core.observe.callback import Callback
+LEAVES = """
+import sys
 
 WHERE, HOW, RANK = os.environ["WHERE"], os.environ["HOW"], os.environ.get("RANK", "0")
 
@@ -61,7 +56,6 @@ def metrics(outputs, targets):
     return {"n": (1, 1)}
 
 callbacks = [Leaves()]
-experiment = Experiment(name="leaves", global_batch_size=8, micro_batch=2, epochs=2)
 """
 
 
@@ -78,7 +72,7 @@ experiment = Experiment(name="leaves", global_batch_size=8, micro_batch=2, epoch
 def test_a_run_that_its_own_code_leaves_is_unfinished(
     where: str, mode: str, leaver: int, how: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "leaves.py").write_text(FILE)
+    (tmp_path / "leaves.py").write_text(HEAD + LEAVES)
     settings = {"WHERE": where, "HOW": how, "LEAVER": str(leaver)}
     ended = ddp("train", tmp_path / "leaves.py", *MODES[mode], "--output", tmp_path / "out", env=settings)
     assert ended.code == ExitCode.BAD_INPUT
@@ -94,7 +88,7 @@ def test_a_run_that_its_own_code_leaves_is_unfinished(
 
 @pytest.mark.parametrize("where", ["builder", "data set", "metrics"])
 def test_before_training_it_is_an_error_as_well(where: str, tmp_path: Path) -> None:
-    (tmp_path / "leaves.py").write_text(FILE)
+    (tmp_path / "leaves.py").write_text(HEAD + LEAVES)
     settings = {"WHERE": where, "HOW": "exit", "LEAVER": "0"}
     ended = ddp("train", tmp_path / "leaves.py", "--output", tmp_path / "out", env=settings)
     assert ended.code == ExitCode.BAD_INPUT
@@ -107,18 +101,7 @@ def test_a_true_interrupt_stays_what_it_is() -> None:
         raise KeyboardInterrupt
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        with (
-            refusing(LeftEarly),
-            user_code("your model"),
-        ):
+        with refusing(LeftEarly), user_code("your model"):
             raise KeyboardInterrupt
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_a_builder_that_leaves_is_refused() -> None:
-    def model() -> None:
-        raise SystemExit("enough")
-
-    with refusing():
-        build(model, {})

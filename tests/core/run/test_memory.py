@@ -39,11 +39,6 @@ def with_optimizer(**fields: Any) -> Experiment:
     ("optimizer", "copies"),
     [({"name": "sgd", "momentum": 0.0}, 0), ({"name": "sgd", "momentum": 0.9}, 1), ({"name": "adamw"}, 2)],
 )
-def test_what_an_update_needs_by_hand(optimizer: dict[str, Any], copies: int) -> None:
-    found = standing_memory(model(), with_optimizer(**optimizer), Sharding(), 1)
-    assert found == {"weights": WEIGHTS + BUFFER, "gradients": WEIGHTS, "optimizer state": copies * WEIGHTS}
-
-
 @pytest.mark.parametrize(
     ("shard", "weights", "gradients"),
     [
@@ -53,9 +48,11 @@ def test_what_an_update_needs_by_hand(optimizer: dict[str, Any], copies: int) ->
         ("parameters", WEIGHTS // 4, WEIGHTS // 4),
     ],
 )
-def test_shards_divide_what_they_cut(shard: ShardMode, weights: int, gradients: int) -> None:
-    found = standing_memory(model(), with_optimizer(name="adam"), Sharding(shard), 4)
-    assert list(found.values()) == [weights + BUFFER, gradients, 2 * gradients]
+def test_an_update_needs_what_it_does_by_hand_and_shards_divide_what_they_cut(
+    shard: ShardMode, weights: int, gradients: int, optimizer: dict[str, Any], copies: int
+) -> None:
+    found = standing_memory(model(), with_optimizer(**optimizer), Sharding(shard), 4)
+    assert found == {"weights": weights + BUFFER, "gradients": gradients, "optimizer state": copies * gradients}
 
 
 def test_averaged_weights_are_counted_and_shared_ones_once() -> None:

@@ -9,16 +9,11 @@ from pathlib import Path
 import pytest
 
 from ddp_core.base.errors import ExitCode
-from ddp_core.distributed.stop import signal_named
 from tests.core.run.test_whose_fault import HEAD
 from tests.support.commands import Ended, ddp, without_limits
 from tests.support.processes import HANG
-from tests.support.wording import refusing
+from tests.support.wording import said_as_before
 
-SEVERAL_LINES = """
-def label(index):
-    raise ValueError("one\\ntwo")
-"""
 LATER = """
 class Samples:
     def __len__(self):
@@ -62,34 +57,27 @@ def end_of(folder: Path, text: str, *words: str, begin: str = "") -> Ended:
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "code", "said"),
+    ("text", "words", "code"),
     [
-        (LATER.format(what='raise ValueError("one\\ntwo")'), ("--workers", "1"), 2, "ValueError: one two"),
-        (LATER.format(what="os.kill(os.getpid(), 9)"), ("--workers", "1"), 4, "a loader process was killed (SIGKILL)"),
-        (NO_LOCKS, ("--layout", "ddp", "--nproc-per-node", "2"), 4, "its file system has no locks"),
-        (COMPLEX, (), 2, "phases is of type torch.complex128, which a file of weights (safetensors) cannot hold"),
-        (NO_RECORD, (), 2, "evaluation: 'none' is none; give its fields by name: every_epochs"),
-        ("", ("--set", f"epochs={2**63}"), 2, "epochs: 9223372036854775808 is too large"),
-        ("", ("--stop-signal", "KILL"), 2, "--stop-signal KILL: no process can handle this signal"),
+        (LATER.format(what='raise ValueError("one\\ntwo")'), ("--workers", "1"), 2),
+        (LATER.format(what="os.kill(os.getpid(), 9)"), ("--workers", "1"), 4),
+        (NO_LOCKS, ("--layout", "ddp", "--nproc-per-node", "2"), 4),
+        (COMPLEX, (), 2),
+        (NO_RECORD, (), 2),
+        ("", ("--set", f"epochs={2**63}"), 2),
+        ("", ("--stop-signal", "SIGSTOP"), 2),
     ],
-    ids=["loader", "killed loader", "no locks", "complex128", "no record", "2**63", "KILL"],
+    ids=["loader", "killed loader", "no locks", "complex128", "no record", "2**63", "SIGSTOP"],
 )
-def test_one_line_says_what_was_wrong(text: str, words: tuple[str, ...], code: int, said: str, tmp_path: Path) -> None:
+def test_one_line_says_what_was_wrong(text: str, words: tuple[str, ...], code: int, tmp_path: Path) -> None:
     ended = end_of(tmp_path, text, *words)
     assert ended.code == code
     (line,) = ended.errors.splitlines()
-    assert line.startswith("ddp: error: ")
-    assert said in line
+    said_as_before(line)
 
 
 def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     assert end_of(tmp_path, "", "--set", "max_steps=1", begin="\ufeff").code == 0
-
-
-@pytest.mark.parametrize("name", ["KILL", "SIGSTOP"])
-def test_a_signal_that_no_process_can_handle_is_refused(name: str) -> None:
-    with refusing():
-        signal_named(name)
 
 
 @pytest.mark.full

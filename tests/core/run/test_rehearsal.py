@@ -137,23 +137,17 @@ def test_samples_that_are_random_beside_digested_ones_are_named_and_trained(tmp_
 
 ACCEPTED = {
     "ddp x 2": [FILE, "--layout", "ddp", "--nproc-per-node", 2],
-    "dp x 2": [FILE, "--layout", "dp", "--nproc-per-node", 2],
-    "everything of its own": [WHOLE_JOB, "--layout", "ddp", "--nproc-per-node", 2],
     "everything of its own, cut": [WHOLE_JOB, "--layout", "ddp", "--nproc-per-node", 2, "--shard", "gradients"],
-    "AdamW, clipping, cosine, averages": [ADAMW_MLP, "--set", "ema_decay=0.9", "--set", "max_steps=5"],
     "the same, optimizer cut": [
         *(ADAMW_MLP, "--set", "ema_decay=0.9", "--set", "max_steps=5"),
         *("--layout", "ddp", "--nproc-per-node", 2, "--shard", "optimizer"),
     ],
-    "parameters cut": [ADAMW_MLP, "--set", "max_steps=5", "--layout", "ddp", "--shard", "parameters"],
-    "bf16": [ADAMW_MLP, "--set", "max_steps=5", "--set", "precision=bf16"],
     "fp16": [ADAMW_MLP, "--set", "max_steps=5", "--set", "precision=fp16"],
     "fp16, cut": [
         *(ADAMW_MLP, "--set", "max_steps=5", "--set", "precision=fp16"),
         *("--layout", "ddp", "--nproc-per-node", 2, "--shard", "gradients"),
     ],
     "channels last": ["digits", "--set", "max_steps=3", "--set", "memory_format=channels_last"],
-    "digits, ddp": ["digits", "--set", "max_steps=3", "--layout", "ddp", "--nproc-per-node", 2],
     "toy_mlp, dp": ["toy_mlp", "--layout", "dp", "--nproc-per-node", 2],
     "a transformer": ["char_transformer", "--set", "max_steps=3", "--set", "global_batch_size=4"],
 }

@@ -152,11 +152,6 @@ def test_other_bits_in_the_miniature_refuse_the_run(tmp_path: Path, text: str, w
 
 
 @pytest.mark.slow
-def test_the_line_names_what_makes_the_difference(tmp_path: Path) -> None:
-    assert "Without the kill and the resume" in trained(tmp_path, SCHEDULE_IN_ATTRIBUTE).errors
-
-
-@pytest.mark.slow
 def test_the_order_of_a_set_is_the_same_in_all_processes(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(BEGIN + SET_OF_NAMES, encoding="utf-8")
     environment = {name: value for name, value in without_limits().items() if name != "PYTHONHASHSEED"}
@@ -255,3 +250,105 @@ def _lives(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+MODEL = """
+import os, random, time
+import numpy as np
+
+_model = model
+
+def model():
+    {}
+    return _model()
+"""
+CONSTANT = MODEL.format("layer = _model(); nn.init.constant_(layer[0].weight, {}); return layer")
+DATA = """
+import time
+import numpy as np
+
+def data():
+    inputs = torch.from_numpy({}.standard_normal((80, 8)).astype("float32"))
+    return Splits(InMemory(inputs, (inputs.sum(1) > 0).long()))
+"""
+# The first of each kind is fast enough to be tried each time.
+OTHERWISE = {
+    "the clock, in seconds": (MODEL.format("torch.manual_seed(int(time.time()))"), ()),
+    "data of the clock, in days": (DATA.format("np.random.default_rng(int(time.time()) // 86400)"), ()),
+    "the clock, on two ranks": (MODEL.format("torch.manual_seed(int(time.time()))"), TWO),
+    "a seed of torch's own": (MODEL.format("torch.seed()"), ()),
+    "SystemRandom": (CONSTANT.format("random.SystemRandom().random()"), ()),
+    "a generator of numpy's without a seed": (CONSTANT.format("np.random.default_rng().random()"), ()),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=[] if number < 2 else [pytest.mark.slow], id=name)
+        for number, name in enumerate(OTHERWISE)
+    ],
+)
+def test_what_is_built_otherwise_in_another_process_refuses_the_run(case: str, tmp_path: Path) -> None:
+    text, words = OTHERWISE[case]
+    ended = trained(tmp_path, text, *words)
+    assert ended.code == ExitCode.BAD_INPUT, ended.errors
+    assert "One process trained twice has other bits, too" in ended.errors
+    assert list(find_runs(tmp_path / "out")) == []
+
+
+ITEMS = """
+LEVEL = {{"level": 0.0}}
+
+class Items(torch.utils.data.Dataset):
+    def __init__(self, inputs, targets):
+        self.inputs, self.targets, self.kept = inputs, targets, {{}}
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        {}
+
+_data = data
+
+def data():
+    train = _data().train
+    return Splits(Items(train.inputs, train.targets))
+"""
+CHANGED = ITEMS.format('return self.inputs[index] * (1 + LEVEL["level"]), self.targets[index]')
+CALLBACK = """
+class Harder(Callback):
+    ranks = "all"
+
+    def {}(self, moment):
+        LEVEL["level"] += 0.25
+
+    def state_dict(self):
+        return dict(LEVEL)
+
+    def load_state_dict(self, state):
+        LEVEL.update(state)
+
+callbacks = [Harder()]
+"""
+CASES = {
+    "a draw that is kept": ITEMS.format(
+        """
+        if index not in self.kept:
+            self.kept[index] = self.inputs[index] + 0.3 * torch.randn(8)
+        return self.kept[index], self.targets[index]
+        """
+    ),
+    "changed after a step": CHANGED + CALLBACK.format("on_step"),
+    "changed after an epoch": CHANGED + CALLBACK.format("on_epoch"),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+def test_what_loader_processes_do_not_share_refuses_the_run(case: str, tmp_path: Path) -> None:
+    ended = trained(tmp_path, CASES[case], *TWO, "--workers", "2")
+    assert ended.code == ExitCode.BAD_INPUT, ended.errors
+    assert "first in step " in ended.errors
+    assert ("With --workers 0 all steps are the same" in ended.errors) == case.startswith("changed")

@@ -1,7 +1,8 @@
-"""Where a run starts: whose directory it may write in, and which checkpoint a rank may load."""
+"""Where a run starts: whose directory it may write in, which checkpoint a rank may load, what a new worker prepares."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,20 @@ import torch
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import Checkpointer, find_checkpoints, newest_valid
 from ddp_core.config.layout import Layout
+from ddp_core.config.options import Options
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
+from ddp_core.experiment.file import load_experiment
+from ddp_core.experiment.request import Request
 from ddp_core.observe.metrics import Console
 from ddp_core.record import run_record
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.lock import RunLock
+from ddp_core.run.beginning import Prepared
 from ddp_core.run.resuming import resume
 from ddp_core.run.starting import choose_checkpoint, open_record
 from tests.core.record.test_record import ORIGIN, begun
+from tests.core.run.test_whose_fault import HEAD
 from tests.core.trainers.test_trainers import CPU, experiment, trainer_of
 from tests.support.records import a_record
 from tests.support.wording import refusing
@@ -84,3 +90,32 @@ def test_a_checkpoint_is_of_an_experiment_that_the_run_has_trained(tmp_path: Pat
         else:
             resume(trainer, start, directory, is_changed=False)
         assert trainer.state.step == (0 if written_by == "another" else 2)
+
+
+METRICS = """
+_data = data
+
+def data():
+    return Splits(_data().train, _data().train)
+
+def metrics(outputs, targets):
+    import asked_late
+    {body}
+"""
+
+
+@pytest.mark.parametrize(("body", "is_done"), [('return {"right": 1.0}', True), ("raise OSError", False)])
+def test_it_tries_the_metrics_and_looks_for_the_code_unless_they_fail_without_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, is_done: bool
+) -> None:
+    (tmp_path / "mine.py").write_text(HEAD + METRICS.format(body=body))
+    (tmp_path / "asked_late.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "asked_late", raising=False)
+    prepared = Prepared()
+    prepared.prepare(Request(load_experiment(str(tmp_path / "mine.py")), Layout(device="cpu"), Options()))
+    assert prepared.splits is not None
+    assert prepared.digest is not None
+    assert prepared.usage is not None
+    assert (prepared.source is not None) == is_done
+    assert prepared.source is None or set(prepared.source.texts) == {"mine.py", "asked_late.py"}
