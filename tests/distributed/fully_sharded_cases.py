@@ -7,7 +7,6 @@ import gc
 import io
 import itertools
 import random
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from ddp_core.base.digests import weights_digest
-from ddp_core.base.errors import UserError
 from ddp_core.reduction import ExactReduction
 from ddp_core.sharding.rows import OwnsRows
-from tests.distributed.exact_cases import CLASSES, ConvolutionalNet, MixedNet, RandomNet, process_group
+from tests.distributed.exact_cases import CLASSES, ConvolutionalNet, RandomNet, process_group
 from tests.distributed.put_together import whole_of
 
 SAMPLES = 3
@@ -256,20 +253,6 @@ class Training:
         self.net.train()
         return [outputs.flatten().tolist() for outputs in found]
 
-    def whole_at_a_time(self) -> list[int]:
-        """How many blocks are whole whenever an evaluation comes to a block."""
-        found = []
-        blocks = [part for part in self.net.modules() if isinstance(part, FSDPModule) and part is not self.net]
-
-        def count(*_: Any) -> None:
-            found.append(sum(not isinstance(next(block.parameters()), DTensor) for block in blocks))
-
-        hooks = [block.register_forward_pre_hook(count) for block in blocks]
-        self.outputs(1)
-        for hook in hooks:
-            hook.remove()
-        return found
-
 
 @contextlib.contextmanager
 def training(case: Case, world_size: int, node: int = 0) -> Iterator[Training]:
@@ -317,8 +300,8 @@ def alone(rank: int, world_size: int, names: Sequence[str]) -> dict[str, str]:
     return digests
 
 
-def everything(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Any]:
-    """The digests of these cases on this rank (rank 0 has them), and the threads that are left."""
+def everything(rank: int, world_size: int, names: Sequence[str]) -> dict[str, str]:
+    """The digests of these cases on this rank (rank 0 has them)."""
     digests = {}
     with process_group():
         for name in names:
@@ -326,42 +309,14 @@ def everything(rank: int, world_size: int, names: Sequence[str]) -> dict[str, An
                 made.train()
                 if (state := made.state()) is not None:
                     digests[name] = digest_of(state)
-    return {"digests": digests, "threads": communication_threads()}
+    return digests
 
 
-@dataclass(frozen=True)
-class Glance:
-    """A short look at everything that is promised."""
-
-    digests: tuple[str, str]
-    """Of a training on all ranks, and of the same in one process."""
-    whole: list[int]
-    """How many blocks are whole whenever an evaluation comes to a block."""
-
-
-def glance(rank: int, world_size: int) -> Glance | None:
-    """Train on all ranks and in one process; on rank 0."""
-    with process_group(), training(CASES["clipped"], world_size) as made:
-        made.train()
-        whole = made.whole_at_a_time()
-        together = made.state()
-    if rank:
-        return None
-    with training(CASES["clipped"], 0) as made:
-        made.train()
-        alone = made.state()
-    return Glance((digest_of(together or {}), digest_of(alone or {})), whole)
-
-
-def everything_before_2_13(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Any]:
+def everything_before_2_13(rank: int, world_size: int, names: Sequence[str]) -> dict[str, str]:
     """As `everything`, on a torch that has no name for zeros in the place of gradients that are missing."""
     if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         del FSDPModule.set_reduce_scatter_unused_params
     return everything(rank, world_size, names)
-
-
-def communication_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "exact-reduction"]
 
 
 def go_on(rank: int, world_size: int, name: str, before: bytes | None, steps: int | None) -> dict[str, Any]:
@@ -374,78 +329,3 @@ def go_on(rank: int, world_size: int, name: str, before: bytes | None, steps: in
         evaluated = made.outputs(2)
         state = made.state()
         return {"state": saved(state), "digest": digest_of(state) if state else None, "outputs": evaluated}
-
-
-def refusals(rank: int, world_size: int) -> list[str]:
-    """What is said of models, optimizers and calls that do not fit."""
-
-    class Scalar(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.temperature = nn.Parameter(torch.ones(()))
-
-    class Aside(nn.Module):
-        """Uses the weight of a layer without calling the layer."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(6, CLASSES)])
-
-        def forward(self, rows: Tensor) -> Tensor:
-            return rows @ self.layers[0].weight.T
-
-    def channels_last() -> nn.Module:
-        return nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    messages = []
-    with process_group():
-        for net in (Scalar, channels_last, MixedNet):
-            try:
-                Training(Case(net=net), world_size)
-            except UserError as error:
-                messages.append(str(error))
-        with training(Case(net=Aside), world_size) as made:
-            try:
-                made.train(1)
-            except UserError as error:
-                messages.append(str(error))
-        with training(Case(micro_batches=3, steps=(3,)), world_size) as made:
-            made.reduction.begin(1)
-            inputs, targets = batch(0, 1, (6,))
-            for attempt in (made.reduction.finish, made.loss(inputs[0], targets[0], 0).backward):
-                try:
-                    attempt()
-                except RuntimeError as error:
-                    messages.append(str(error))
-    return messages
-
-
-class LeavesOut(nn.Module):
-    """Leaves out its first layers."""
-
-    first = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        for layer in self.layers[self.first :]:
-            rows = layer(rows)
-        return rows
-
-
-def left_out(rank: int, world_size: int) -> list[str]:
-    """What is said where ranks leave out unlike layers: in the first forward, and in a later one."""
-    said = []
-    with process_group():
-        for before in range(2):
-            with training(Case(net=LeavesOut, fewest_elements=1), world_size) as made:
-                for _ in range(before):
-                    made.net(torch.ones(2, 6))
-                made.net.first = 1 if rank == 0 or before else 0
-                try:
-                    made.net(torch.ones(2, 6))
-                except UserError as error:
-                    said.append(str(error))
-    return said

@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_core.reduction import ExactReduction, communication
-from ddp_core.sharding import rows
+from ddp_core.reduction import ExactReduction
 from ddp_core.sharding.rows import OwnsRows
 from tests.distributed.exact_cases import process_group
 from tests.distributed.sharded_cases import described
 
 MICRO_BATCHES, WIDTH = 5, 6
-TIMEOUT = timedelta(seconds=77)
 
 
 class Layer(nn.Linear):
@@ -146,17 +142,3 @@ def trains_as_one_process(rank: int, world_size: int) -> None:
             module.told = "at first"
             found = [described(owned.whole_weights()), described(owned.whole_state())]
             assert found == ([nothing] * 2 if rank else expected)
-
-
-def has_groups_of_its_own(rank: int, world_size: int) -> None:
-    """Gathers and sums are in groups of their own, which wait as long as they are told to."""
-    with (
-        process_group(),
-        mock.patch.object(rows, "own_group", wraps=rows.own_group) as gathers,
-        mock.patch.object(communication, "own_group", wraps=communication.own_group) as sums,
-        sharded(timeout=TIMEOUT) as (module, _, _),
-    ):
-        assert [call.args[2] for call in (*gathers.call_args_list, *sums.call_args_list)] == [TIMEOUT] * 2
-        groups = {each.device_mesh.get_group().group_name for each in module.parameters()}
-        assert len(groups) == 1
-        assert groups != {_world().group_name}, "gathers do not mix with what the caller sends"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -263,7 +262,7 @@ def described(state: Any) -> str:
 
 
 def everything(rank: int, world_size: int, carrier: str, names: Sequence[str]) -> dict[str, Any]:
-    """Train each case with shards in both ways; return the digests, bytes of state, and the threads that are left."""
+    """Train each case with shards in both ways; return the digests and bytes of state."""
     digests: dict[tuple[str, str], tuple[str, str]] = {}
     bytes_kept: dict[str, int] = {}
     with process_group(), carried_by(carrier):
@@ -278,8 +277,7 @@ def everything(rank: int, world_size: int, carrier: str, names: Sequence[str]) -
                 training.close()
                 assert not any(each._post_accumulate_grad_hooks for each in training.net.parameters())
                 del training
-    threads = [thread.name for thread in threading.enumerate() if thread.name == "exact-reduction"]
-    return {"digests": digests, "bytes": bytes_kept, "threads": threads}
+    return {"digests": digests, "bytes": bytes_kept}
 
 
 def alone(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Any]:
@@ -375,24 +373,6 @@ def fail_on_one_rank(rank: int, world_size: int, where: str, way: Dealt) -> str:
 
 def _fail(*_: Any) -> Any:
     raise RuntimeError("failed on purpose")
-
-
-def disagree(rank: int, world_size: int) -> list[str]:
-    """Construct on ranks of which one has no shards; return what the refusals say."""
-    messages = []
-    with process_group():
-        for odd in (None, 1):
-            torch.manual_seed(0)
-            net = nn.Linear(4, 4)
-            group = dist.group.WORLD
-            try:
-                if rank == odd:
-                    ExactReduction(net, 4, process_group=group).close()
-                else:
-                    OwnsPieces(net, torch.optim.SGD(net.parameters()), 4, process_group=group).reduction.close()
-            except ValueError as error:
-                messages.append(str(error))
-    return messages
 
 
 def gradients_alive(rank: int, world_size: int, way: Dealt) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.distributed.process_group import Collectives, local_device, process_group
+from ddp_core.distributed.process_group import process_group
 from ddp_core.distributed.world import World
 from ddp_core.observe.lost_peers import is_peer_loss
 from tests.faults.matrix import LATE, record_row
@@ -146,8 +146,3 @@ def test_a_peer_that_leaves_is_noticed_at_once() -> None:
     (noticed, seconds), _ = run_processes(_lose_a_peer, 2)
     assert noticed
     assert seconds < 60, "the timeout is 200 s"
-
-
-def test_devices_are_dealt_out_by_local_rank() -> None:
-    assert local_device(World(rank=3, world_size=4, local_rank=3, nproc_per_node=4), "cpu") == CPU
-    assert Collectives(World(), CPU).world == World()

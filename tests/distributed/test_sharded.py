@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ddp_core.sharding import OwnsPieces
 from tests.distributed import sharded_cases as cases
 from tests.support.processes import run_processes
-from tests.support.wording import refusing
 
 QUICK = ["fused adamw, clipped"]
 """The cases that a fast run trains, on two ranks: uneven, tied, frozen and unused parameters, and batch-norm."""
@@ -90,15 +88,6 @@ def test_an_error_on_one_rank_ends_every_rank(where: str, way: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_with_and_without_shards_are_refused_everywhere() -> None:
-    expected = (
-        "the ranks do not agree, so their sums would not: shares is contiguous, in 1 flat tensors on rank 0, "
-        "but contiguous on rank 1"
-    )
-    assert run_processes(cases.disagree, 2) == [[expected]] * 2
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("way", cases.WAYS)
 def test_strided_shares_let_no_gradient_outlive_its_backward(way: str) -> None:
     for whole, most in run_processes(cases.gradients_alive, 2, way):
@@ -112,9 +101,3 @@ def test_a_gradient_that_comes_after_its_group_is_sent_is_refused() -> None:
         exact.begin()
         with pytest.raises(RuntimeError, match="use_reentrant=False"), exact.micro_batch(0):
             net(torch.ones(1, 4)).sum().backward()
-
-
-def test_a_model_without_trained_parameters_is_refused() -> None:
-    net = nn.Linear(2, 2).requires_grad_(False)
-    with refusing(ValueError):
-        OwnsPieces(net, torch.optim.SGD(net.parameters(), lr=0.1), 1)

@@ -14,7 +14,6 @@ from ddp_core.base.digests import optimizer_digest, weights_digest
 from ddp_core.checkpoint import load, newest_valid
 from ddp_core.config.layout import SHARD_MODES, ShardMode
 from tests.distributed.test_every_name import facts
-from tests.distributed.test_layouts import train_on_two_nodes
 from tests.distributed.test_resume import kill_at
 from tests.support.commands import ddp, train, trained
 from tests.support.layout_cases import ADAMW_MLP, EXACT, LOUD, WHOLE_JOB, digests
@@ -45,16 +44,6 @@ def test_every_case_ends_with_the_bits_of_one_process(tmp_path: Path, shard: Sha
     # Rows of a parameter, between which fully_shard cuts, do not lie together in channels_last.
     cases = {name: words for name, words in CASES.items() if (shard, name) != ("parameters", "channels last")}
     assert digests(cases, tmp_path, "ddp", count, shard=shard) == {name: alone()[name] for name in cases}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", SHARD_MODES)
-def test_two_nodes_of_two_ranks_end_with_the_bits_of_one_process(tmp_path: Path, shard: ShardMode) -> None:
-    name = "AdamW, clipping, cosine"
-    train_on_two_nodes(tmp_path, *EXACT[name], "--shard", shard)
-    record = trained(tmp_path)[1]
-    assert record["layout"]["label"] == f"ddp-2x2-cpu-shard-{shard}"
-    assert (record["weights_sha256"], record["optimizer_sha256"]) == alone()[name]
 
 
 @pytest.mark.slow

@@ -48,10 +48,6 @@ def test_trainings_with_shards_on_nodes_end_with_the_digests_of_one_process(worl
         assert all(other.get(name, []) == of_others for other in others), name
 
 
-def test_no_communication_thread_is_left() -> None:
-    assert [result["threads"] for result in results(False)] == [[]] * 6
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("world", ["2 x 2", "3 x 2"])
 def test_sums_in_two_levels_send_out_of_a_node_what_a_ring_sends(world: str) -> None:

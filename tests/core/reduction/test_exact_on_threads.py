@@ -108,45 +108,6 @@ def test_a_training_ends_with_the_bits_of_one_process(
         assert found == expected
 
 
-@pytest.mark.parametrize("only", range(6))
-def test_a_parameter_that_one_micro_batch_uses_has_its_gradient_on_every_rank(
-    only: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_threads(monkeypatch)
-
-    def gradients(group: Any) -> list[Any]:
-        net = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1), nn.Linear(2, 1)])
-        for parameter in net.parameters():
-            nn.init.constant_(parameter, 0.5)
-        with ExactReduction(net, 6, process_group=group, node=0) as exact:
-            for index in exact.share:
-                with exact.micro_batch(index):
-                    layers = [0, 1] if index == only else [0]
-                    sum(net[layer](torch.full((1, 2), 1.0 + index)).sum() for layer in layers).backward()
-            exact.finish()
-        return [None if each.grad is None else each.grad.tolist() for each in net.parameters()]
-
-    every = [[[21.0, 21.0]], [6.0], [[1.0 + only] * 2], [1.0], None, None]
-    assert on_threads(2, gradients) == [every] * 2
-    assert on_threads(3, gradients) == [every] * 3
-
-
-@pytest.mark.parametrize("shares", ["contiguous", "strided"])
-def test_ranks_that_do_not_fit_together_are_refused(shares: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_threads(monkeypatch)
-
-    def refused(group: Any) -> None:
-        torch.manual_seed(group.rank())
-        net = nn.Linear(2, 1)
-        with pytest.raises(ValueError, match="micro_batches is 4 on rank 0, but 5 on rank 1"):
-            ExactReduction(net, 4 + group.rank(), process_group=group, shares=shares)
-        exact = ExactReduction(net, 4, process_group=group, shares=shares)
-        with exact, pytest.raises(ValueError, match="weight is another on rank 1 than on rank 0"):
-            exact.begin()
-
-    on_threads(2, refused)
-
-
 def test_a_reduction_that_is_closed_in_the_midst_of_a_step_begins_anew() -> None:
     net = nn.Linear(1, 1)
     exact = ExactReduction(net, 2)

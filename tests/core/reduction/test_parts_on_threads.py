@@ -198,18 +198,3 @@ def test_small_tensors_take_one_level_and_one_round(monkeypatch: pytest.MonkeyPa
     # In one level N leave a node in place of N/2, in 3 messages of each rank.
     assert cuts_and_messages(4 * elements / 2)[1] == 4 * 3
     assert cuts_and_messages(4 * elements / 2 - 1)[1] == 4 * (1 + 1)
-
-
-def test_the_parts_of_a_deputy_are_neighbours() -> None:
-    assert order_of((), 3) == range(3)
-    assert order_of(((0, 1), (2, 3)), 4) == [0, 2, 1, 3]
-    assert order_of(((0, 1, 2), (3,), (4, 5)), 6) == range(6), "nodes with unlike numbers of ranks have one level"
-
-
-def test_one_rank_alone_has_all() -> None:
-    alone, leaf = parts_on(None, (), CPU), torch.ones(3)
-    assert alone.cuts(3, torch.float32, 2) == [slice(0, 3)]
-    (total,) = at_once(alone.fold([leaf], leaf, plan_for(1, 1), [slice(0, 3)]))
-    assert total is leaf
-    alone.gather([(leaf, [slice(0, 3)])])
-    assert leaf.tolist() == [1, 1, 1]

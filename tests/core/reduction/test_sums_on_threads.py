@@ -14,13 +14,13 @@ from torch import Tensor
 from ddp_core.base.seeds import share_of
 from ddp_core.reduction import OrderedSum
 from ddp_core.reduction.backends import exchange_among, exchange_on, goes_through_host
-from ddp_core.reduction.exchange import LINE_BYTES, cut, wait_for
+from ddp_core.reduction.exchange import cut
 from ddp_core.reduction.messages import PointToPoint
-from ddp_core.reduction.one_level import Plan, plan_for
+from ddp_core.reduction.one_level import plan_for
 from ddp_core.reduction.ordered_sum import TwoLevels, groups_of
 from ddp_core.reduction.parts import PartsInOneLevel, parts_on
 from ddp_core.reduction.round_sum import LeafSum, RoundSum
-from ddp_core.reduction.tree import GradientTree, Span
+from ddp_core.reduction.tree import GradientTree
 from tests.distributed.level_cases import WORLDS, leaves_of, subtrees, wrong_sums
 from tests.support.thread_group import Channel, ThreadGroup, at_once, on_threads, use_threads
 from tests.support.wording import refusing
@@ -234,24 +234,6 @@ def test_the_cost_of_one_round_is_what_leaves_the_busiest_node(monkeypatch: pyte
     assert found == [(2 * 2 - 2 * (3 - 1) / 3) * 3 * 4] * 4
 
 
-def test_parts_begin_at_lines_of_memory_and_are_about_equal() -> None:
-    line = LINE_BYTES // 4
-    assert cut(0, 3, torch.float32) == [slice(0, 0)] * 3
-    assert cut(5 * line + 1, 3, torch.float32) == [
-        slice(0, 2 * line),
-        slice(2 * line, 4 * line),
-        slice(4 * line, 5 * line + 1),
-    ]
-    assert cut(1, 2, torch.float64) == [slice(0, 0), slice(0, 1)]
-    assert [part.stop - part.start for part in cut(400, 2, torch.float64)] == [192, 208]
-
-
-def test_a_plan_leaves_what_its_members_cannot_add_alone() -> None:
-    assert plan_for(6, 4).rest == [(0, 6)]
-    assert Plan(8, [[Span(1, 2)], [Span(2, 4)]]).rest == [(1, 2), (2, 4)]
-    assert Plan(8, [[Span(4, 6)], [Span(0, 2), Span(6, 8)], [Span(2, 4)]]).rest == [(0, 8)]
-
-
 def test_a_rank_that_brings_other_subtrees_than_its_own_is_refused() -> None:
     with refusing(ValueError):
         OrderedSum(None)([torch.ones(1)] * 2, torch.ones(1), 3)
@@ -282,21 +264,3 @@ def test_a_backend_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = "the group"
     assert backends._backend(group, CPU) == "gloo"
     assert backends._backend(group, torch.device("cuda")) == "nccl"
-
-
-def test_members_start_with_different_peers_and_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_threads(monkeypatch)
-    group: Any = ThreadGroup(None, 1, 4)  # type: ignore[arg-type]
-    assert PointToPoint(group).peers == [2, 3, 0]
-
-    def inboxes(group: Any) -> list[list[int]]:
-        exchange, found = PointToPoint(group), []
-        for elements in (8, 4, 16):
-            flat = torch.ones(elements)
-            collected = exchange.collect([flat], flat, [1, 1], [slice(0, elements)] * 2)
-            wait_for([*collected.sent, *(work for _, work in collected.arrivals)])
-            collected.end()
-            found.append([inbox.numel() for inboxes in exchange.inboxes._free.values() for inbox in inboxes])
-        return found
-
-    assert on_threads(2, inboxes) == [[[8], [8], [16]]] * 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 
@@ -43,14 +41,3 @@ def test_what_all_ranks_have_is_told_by_names_in_one_sequence() -> None:
     assert [name for name, _ in owns.replicated() if "optimizer" not in name] == [
         f"buffer {name}" for name, _ in owns.module.named_buffers()
     ]
-
-
-def test_weights_are_those_of_the_module_or_of_a_copy_of_it() -> None:
-    owns = trained()
-    average = copy.deepcopy(owns.module)
-    with torch.no_grad():
-        for parameter in average.parameters():
-            parameter.add_(1.0)
-    for state, module in ((owns.own_weights(), owns.module), (owns.own_weights(average), average)):
-        assert state.keys() == module.state_dict().keys()
-        assert all(torch.equal(state[name], each) for name, each in module.state_dict().items())

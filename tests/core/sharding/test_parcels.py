@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ddp_core.reduction.flat import Gradients
-from ddp_core.sharding.parcels import Parcel, Turns, group_parcels
-from ddp_core.sharding.shards import Shards
-from tests.support.wording import refusing
+from ddp_core.sharding.parcels import Parcel, Turns
 
 
 class Letter(Parcel):
@@ -73,49 +70,3 @@ def test_a_parcel_that_could_not_be_sent_is_not_sent_again() -> None:
         turns.send_rest()
     turns.send_rest()
     assert sent == [0, 1, 2]
-
-
-def test_a_group_is_complete_with_its_last_gradient_and_takes_no_others() -> None:
-    layers = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1), nn.Linear(1, 1, dtype=torch.float64))
-    gradients = Gradients(layers)
-    shards = Shards(gradients.parameters, range(2))
-    last, first = parcels = group_parcels(shards, 1, gradients)
-    assert [parcel.group for parcel in parcels] == shards.groups[::-1]
-    assert [(parcel.like.numel(), parcel.like.dtype) for parcel in parcels] == [(0, torch.float64), (0, torch.float32)]
-    seen = []
-
-    def became_ready() -> None:
-        seen.append([each.grad is not None for each in gradients.parameters])
-
-    for parcel in parcels:
-        parcel.became_ready = became_ready
-    layers[2](layers[1](layers[0](torch.ones(1, 2))).double()).sum().backward()
-    assert seen == [], "none is open"
-    gradients.take()
-    for parcel in parcels:
-        parcel.open()
-    layers[2](layers[1](layers[0](torch.ones(1, 2))).double()).sum().backward()
-    assert last.is_ready
-    assert first.is_ready
-    assert [sum(each) for each in seen] == [2, 6]
-    taken, used = last.take()
-    assert len(taken) == 2
-    assert used == [True, True]
-    assert [each.grad is not None for each in gradients.parameters] == [True] * 4 + [False] * 2
-    parcels[0].remove_hooks()
-    parcels[1].remove_hooks()
-    layers[0](torch.ones(1, 2)).sum().backward()
-    assert len(seen) == 2
-
-
-def test_a_gradient_that_is_made_again_after_it_was_sent_is_refused() -> None:
-    layer = nn.Linear(2, 3)
-    gradients = Gradients(layer)
-    (parcel,) = group_parcels(Shards(gradients.parameters, range(2)), 1, gradients)
-    turns = Turns([parcel], lambda _: None)
-    turns.begin()
-    parcel.open()
-    layer(torch.ones(1, 2)).sum().backward()
-    assert parcel.is_sent
-    with refusing(RuntimeError):
-        layer(torch.ones(1, 2)).sum().backward()

@@ -86,13 +86,28 @@ def optimizer(made: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
 
 
-def train(shares: Dealt | None, group: Any) -> list[Any]:
+def two_groups(made: nn.Module) -> torch.optim.Optimizer:
+    """In another sequence than the module's parameters; a step counter beside what is cut."""
+    matrices = [each for each in made.parameters() if each.dim() == 2]
+    others = [each for each in made.parameters() if each.dim() != 2]
+    return torch.optim.AdamW([{"params": others}, {"params": matrices, "lr": 3e-3, "amsgrad": True}], foreach=True)
+
+
+def adagrad(made: nn.Module) -> torch.optim.Optimizer:
+    """Its state is there before its first step."""
+    return torch.optim.Adagrad(made.parameters(), lr=0.01, initial_accumulator_value=0.1)
+
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def train(shares: Dealt | None, make: Make, group: Any) -> list[Any]:
     """What a training comes to: of each step the gradients and their norm; the weights; the optimizer's state.
 
     `shares`: None for one process that owns all.
     """
     made = copy.deepcopy(net())
-    updates = optimizer(made)
+    updates = make(made)
     owned: Any = OwnsPieces(made, updates, max(STEPS), process_group=group, shares=shares) if shares else None
     reduction = owned.reduction if owned else ExactReduction(made, max(STEPS))
     found: list[Any] = []
@@ -107,39 +122,45 @@ def train(shares: Dealt | None, group: Any) -> list[Any]:
         updates.step()
     found.append({name: each.clone() for name, each in made.named_parameters()})
     if owned:
-        found += [owned.whole_weights(), *momenta(owned.whole_state())]
+        found += [owned.whole_weights(), entries(owned.whole_state())]
         reduction.close()
         owned.close()
         return found
-    return [*found, made.state_dict(), *momenta(updates.state_dict())]
+    return [*found, made.state_dict(), entries(updates.state_dict())]
 
 
-def momenta(state: Any) -> list[Any]:
-    return [{str(number): each["momentum_buffer"] for number, each in state["state"].items()}] if state else [None]
+def entries(state: Any) -> Any:
+    return state and {f"{number} {name}": each for number, of in state["state"].items() for name, each in of.items()}
 
 
 @functools.cache
-def expected() -> list[Any]:
-    return list(map(bits, train(None, None)))
+def expected(make: Make) -> list[Any]:
+    return list(map(bits, train(None, make, None)))
 
 
-def check(ranks: list[Any]) -> None:
-    assert list(map(bits, ranks[0])) == expected()
+def check(ranks: list[Any], make: Make) -> None:
+    assert list(map(bits, ranks[0])) == expected(make)
     for other in ranks[1:]:
-        # The norms and the weights are everywhere, the momenta are whole on rank 0 alone.
-        assert list(map(bits, other[:-1])) == expected()[:-1]
+        # The norms and the weights are everywhere, the optimizer's state is whole on rank 0 alone.
+        assert list(map(bits, other[:-1])) == expected(make)[:-1]
         assert other[-1] is None
 
 
-@pytest.mark.parametrize(("shares", "world_size"), [("contiguous", 2), ("contiguous", 3), ("strided", 3)])
-def test_a_training_has_the_bits_of_one_process(shares: Dealt, world_size: int) -> None:
-    check(on_thread_world(world_size, functools.partial(train, shares)))
+@pytest.mark.parametrize(
+    ("shares", "world_size", "make"),
+    [
+        *[("contiguous", 2, optimizer), ("contiguous", 3, adagrad), ("contiguous", 5, two_groups)],
+        *[("strided", 2, adagrad), ("strided", 3, optimizer), ("strided", 5, two_groups)],
+    ],
+)
+def test_a_training_has_the_bits_of_one_process(shares: Dealt, world_size: int, make: Make) -> None:
+    check(on_thread_world(world_size, functools.partial(train, shares, make)), make)
 
 
 @pytest.mark.parametrize("group", [None, SimpleNamespace(size=lambda: 1, rank=lambda: 0)], ids=["none", "of one rank"])
 @pytest.mark.parametrize("shares", ["contiguous", "strided"])
 def test_one_rank_alone_exchanges_nothing(shares: Dealt, group: Any) -> None:
-    check([train(shares, group)])
+    check([train(shares, optimizer, group)], optimizer)
 
 
 def refused(make: Callable[[Any], Any]) -> list[str]:
@@ -164,6 +185,15 @@ def test_ranks_that_do_not_fit_together_are_refused() -> None:
         assert message.endswith("micro_batches is 4 on rank 0, but 5 on rank 1")
     for message in refused(lambda group: owns(group, shares=("contiguous", "strided")[group.rank()])):
         assert "shares is contiguous, in 1 flat tensors on rank 0, but strided, in 1" in message
+
+    def owns_on_the_first_alone(group: Any) -> None:
+        if group.rank() == 0:
+            owns(group)
+        else:
+            ExactReduction(copy.deepcopy(LAYER), 4, process_group=group)
+
+    for message in refused(owns_on_the_first_alone):
+        assert "shares is contiguous, in 1 flat tensors on rank 0, but contiguous on rank 1" in message
     assert refused(lambda group: owns(group, **({"shares": "contiguous"} if group.rank() else {}))) == [""] * 2
     assert all("2 ranks" in message for message in refused(lambda group: owns(group, micro_batches=1)))
 
@@ -292,11 +322,11 @@ def test_the_state_of_one_process_is_loaded_by_each_rank(shares: Dealt) -> None:
         other = copy.deepcopy(net())
         owned = OwnsPieces(other, optimizer(other), 2, process_group=group, shares=shares)
         owned.load_state(state)
-        return momenta(owned.whole_state())
+        return entries(owned.whole_state())
 
     whole, nothing = on_thread_world(2, loaded)
-    assert list(map(bits, whole)) == list(map(bits, momenta(state)))
-    assert nothing == [None]
+    assert bits(whole) == bits(entries(state))
+    assert nothing is None
 
 
 def test_micro_batches_are_dealt_as_asked() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction.refusal import DependsOnLayout
-from ddp_core.sharding import OwnsPieces, Sharding
+from ddp_core.sharding import OwnsPieces
 from ddp_core.sharding.rows import OwnsRows
 from tests.distributed import rows_cases as cases
 from tests.distributed.rows_cases import MICRO_BATCHES, WIDTH, Net, adam, inputs
@@ -42,10 +42,6 @@ def message(action: Callable[[], Any], kind: type[Exception] = ValueError) -> st
 
 def test_a_training_in_rows_is_that_of_one_process_and_mixes_with_nothing() -> None:
     run_processes(cases.trains_as_one_process, 2)
-
-
-def test_gathers_and_sums_have_groups_of_their_own() -> None:
-    run_processes(cases.has_groups_of_its_own, 2)
 
 
 def test_what_goes_out_has_the_names_and_kinds_of_one_process() -> None:
@@ -111,20 +107,6 @@ def test_a_forward_that_writes_to_what_is_freed_is_refused() -> None:
         assert "forward changes the parameter layers.1.weight" in message(alone, DependsOnLayout)
         assert "forward changes the parameter layers.1.weight" in message(trained, DependsOnLayout)
         reduction.close()
-
-    on_thread_world(2, check)
-
-
-def test_a_sharding_of_parameters_cuts_rows() -> None:
-    def check(group: Any) -> None:
-        module = copy.deepcopy(NETS[0])
-        optimizer = adam(module)
-        owned = Sharding("parameters").cut(module, optimizer, 4, group)
-        assert type(owned) is OwnsRows
-        assert owned.module is module
-        assert optimizer.param_groups[0]["params"] == [each.tensor for each in owned.owned]
-        assert list(owned.reduction.share) == list(range(group.rank(), 4, 2))
-        owned.reduction.close()
 
     on_thread_world(2, check)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -144,20 +146,47 @@ def test_rows_are_sent_as_the_nodes_lie_and_wait_as_they_were_told() -> None:
     assert on_thread_world(4, functools.partial(sent, (7, 7, 8, 8))) == [told] * 4
 
 
-def test_gradients_that_are_made_outside_of_a_micro_batch_are_refused() -> None:
-    def refused(group: Any) -> str:
-        made = copy.deepcopy(net(torch.float32))
-        owned = OwnsRows(made, torch.optim.SGD(made.parameters()), 2, process_group=group, fewest_elements=1)
-        with owned.reduction.micro_batch(group.rank()):
-            made.loss(0, 0).backward()
-        with pytest.raises(RuntimeError) as raised:
-            made.loss(0, 0).backward()
-        owned.reduction.close()  # what the first backward has sent may still be on its way
-        owned.close()
-        return str(raised.value)
+@contextlib.contextmanager
+def in_rows(module: nn.Module, micro_batches: int, group: Any) -> Iterator[tuple[Any, OwnsRows]]:
+    """A copy of the module, of which this rank owns rows."""
+    made = copy.deepcopy(module)
+    owned = OwnsRows(made, torch.optim.SGD(made.parameters()), micro_batches, process_group=group, fewest_elements=1)
+    yield made, owned
+    owned.reduction.close()  # what a backward has sent may still be on its way
+    owned.close()
 
-    for message in on_thread_world(2, refused):
-        assert "backward outside of ExactReduction.micro_batch" in message
+
+def test_gradients_that_are_made_outside_of_a_micro_batch_are_refused() -> None:
+    def refused(group: Any) -> None:
+        with in_rows(net(torch.float32), 2, group) as (made, owned):
+            with owned.reduction.micro_batch(group.rank()):
+                made.loss(0, 0).backward()
+            with pytest.raises(RuntimeError, match=r"backward outside of ExactReduction\.micro_batch"):
+                made.loss(0, 0).backward()
+
+    on_thread_world(2, refused)
+
+
+def test_a_step_without_its_idle_pass_is_refused() -> None:
+    def refused(group: Any) -> None:
+        said = ("micro-batch 0 of range.* has not been run", "this rank has not run the step's idle pass")[group.rank()]
+        with in_rows(net(torch.float32), 3, group) as (_, owned):
+            owned.reduction.begin(1)
+            with pytest.raises(RuntimeError, match=said):
+                owned.reduction.finish()
+
+    on_thread_world(2, refused)
+
+
+class Aside(nn.Module):
+    """Uses the weight of a layer without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows @ self.layers[0].weight.T
 
 
 class Experts(nn.Module):
@@ -174,21 +203,29 @@ class Experts(nn.Module):
         return outputs[chosen]
 
 
+def test_a_block_that_is_used_without_a_call_is_refused() -> None:
+    aside = Aside()
+
+    def refused(group: Any) -> None:
+        with in_rows(aside, 2, group) as (made, owned):
+            said = "its forward uses the parameters of a module"
+            with pytest.raises(UserError, match=said), owned.reduction.micro_batch(group.rank()):
+                made(torch.ones(1, 4))
+
+    on_thread_world(2, refused)
+
+
 def test_a_loss_that_depends_on_other_blocks_is_refused() -> None:
     """A backward would gather them in another sequence, and take the parameters of one for those of another."""
-
     experts = Experts()
 
-    def refused(group: Any) -> str:
-        made = copy.deepcopy(experts)
-        owned = OwnsRows(made, torch.optim.SGD(made.parameters()), 2, process_group=group, fewest_elements=1)
-        owned.reduction.begin(2)
-        with pytest.raises(UserError) as raised, owned.reduction.micro_batch(group.rank()):
-            made(torch.ones(1, 4), 2 * group.rank()).sum().backward()
-        return str(raised.value)
+    def refused(group: Any) -> None:
+        with in_rows(experts, 2, group) as (made, owned):
+            said = r"its backward comes to experts\.0 and experts\.2 in another sequence"
+            with pytest.raises(UserError, match=said), owned.reduction.micro_batch(group.rank()):
+                made(torch.ones(1, 4), 2 * group.rank()).sum().backward()
 
-    for message in on_thread_world(2, refused):
-        assert "its backward comes to experts.0 and experts.2 in another sequence" in message
+    on_thread_world(2, refused)
 
 
 def test_the_ranks_of_a_group_need_not_be_all_ranks() -> None:
