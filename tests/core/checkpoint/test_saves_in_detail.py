@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import errno
 import functools
-import hashlib
 import json
 import os
 import time
@@ -19,11 +18,7 @@ import torch
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.refusals import human_bytes
-from ddp_core.checkpoint import Checkpointer, Fence, Superseded, find_checkpoints, load, newest_valid
-from ddp_core.checkpoint.data_file import DataFile
-from ddp_core.checkpoint.loading import difference
-from ddp_core.checkpoint.manifest import Damaged, DataPart, data_name, read_manifest, taken_together
-from ddp_core.checkpoint.parts import CutTensor, put_together, whole_tensors
+from ddp_core.checkpoint import Checkpointer, Fence, find_checkpoints, load, newest_valid
 from ddp_core.checkpoint.state import StateTensors
 from tests.core.checkpoint.children import state_of
 from tests.support.wording import refusing
@@ -57,26 +52,6 @@ def test_times_are_those_of_greenwich(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "fence.json").read_text())
     assert is_now(content["since"])
     assert content["holder"].startswith(f"process {os.getpid()} on ")
-
-
-def test_a_fence_is_asked_and_heard(tmp_path: Path) -> None:
-    for answer in (True, None):
-        with Checkpointer(tmp_path, fence=lambda answer=answer: answer) as checkpointer:
-            save(checkpointer, 1)
-    with (
-        Checkpointer(tmp_path, fence=lambda: False) as checkpointer,
-        pytest.raises(Superseded, match="no longer write"),
-    ):
-        save(checkpointer, 2)
-    with pytest.raises(Superseded, match=r"its fence.json is gone \(this process has 7\)"):
-        Fence(tmp_path, 7).check()
-    with pytest.raises(FileNotFoundError):
-        Fence(tmp_path / "nowhere", 7).check()
-    fence = Fence.take(tmp_path, patience=3.5)
-    assert (fence.directory, fence.token, fence.patience) == (tmp_path, 1, 3.5)
-    Fence.take(tmp_path)
-    with pytest.raises(Superseded, match=rf"process {os.getpid()} on .* took over with token 2 \(this process has 1\)"):
-        fence.check()
 
 
 def test_a_step_is_saved_again_beside_its_damaged_manifest(tmp_path: Path) -> None:
@@ -124,21 +99,6 @@ def test_files_named_before_are_synced_before_the_commit(tmp_path: Path, monkeyp
     assert (tmp_path, True) in synced
 
 
-def test_a_disk_has_room_for_exactly_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"weights": torch.ones(100_000), "step": 1}
-    needed = StateTensors(state).bytes_needed()
-    with Checkpointer(tmp_path) as checkpointer:
-        monkeypatch.setattr("ddp_core.checkpoint.committing.free_bytes", lambda path: needed - 1)
-        with pytest.raises(
-            UserError, match=f"needs {human_bytes(needed)}, has {human_bytes(needed - 1)} for .*step-000000001"
-        ) as raised:
-            checkpointer.save(state, step=1, epoch=0)
-        assert raised.value.exit_code == ExitCode.RESOURCES
-        monkeypatch.setattr("ddp_core.checkpoint.committing.free_bytes", lambda path: needed)
-        checkpointer.save(state, step=1, epoch=0)
-    assert find_checkpoints(tmp_path)[0].bytes <= needed
-
-
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("where", ["free_bytes", "sync"])
 def test_what_the_disk_refuses_names_the_file_and_what_it_would_have_held(
@@ -164,34 +124,6 @@ def test_what_the_disk_refuses_names_the_file_and_what_it_would_have_held(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_data_file_alone_is_hashed_and_its_first_error_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with DataFile(tmp_path / "data") as data:
-        assert data.write(memoryview(b"abcd").cast("H")) == 4
-        data.raise_write_error()
-        assert (data.written, data.sha256[:8]) == (4, "88d4266f")
-        monkeypatch.setattr("ddp_core.base.files.NewFile.write", lambda *_: (_ for _ in ()).throw(OSError(5, "first")))
-        assert data.write(b"ef") == 2
-        assert data.write(b"gh") == 2
-        with pytest.raises(OSError, match="first"):
-            data.raise_write_error()
-        assert data.written == 6
-
-
-def test_differences_are_told_for_some_names_and_counted_for_the_rest() -> None:
-    shapes = {f"w{number}": ["float32", [2]] for number in range(9)}
-    assert difference(shapes, shapes) is None
-    first = {name: shapes[name] for name in list(shapes)[:1]}
-    told = difference({}, shapes)
-    assert told is not None
-    listed = told.removeprefix("missing in it: ").partition(" and ")[0].split(", ")
-    assert listed == list(shapes)[: len(listed)]
-    assert told.endswith(f" and {9 - len(listed)} more")
-    assert difference(first, {}) == "unexpected in it: w0"
-    few = {name: shapes[name] for name in listed}
-    assert difference({}, few) == f"missing in it: {', '.join(few)}"
-    assert difference(first, {"w0": ["float64", [2]]}) == "w0 is float32 [2] there, float64 [2] here"
-
-
 def test_a_part_under_a_key_with_dots_in_its_names_is_compared(tmp_path: Path) -> None:
     state = {"model": {"a.b": torch.ones(2), "c": {"d": torch.ones(1)}}, "optimizer": {"e": torch.ones(3)}}
     with Checkpointer(tmp_path) as checkpointer:
@@ -203,59 +135,3 @@ def test_a_part_under_a_key_with_dots_in_its_names_is_compared(tmp_path: Path) -
     assert load(checkpoint, expect=shapes, only=["model"])["optimizer"]["e"].tolist() == [1, 1, 1]
     with refusing():
         load(checkpoint, expect=shapes)
-
-
-def test_all_damages_are_counted_and_the_newest_is_told(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
-        save(checkpointer, 1, 2)
-    for step in (1, 2):
-        read_manifest(tmp_path / f"step-00000000{step}.json").path.write_bytes(b"x" * step)
-    with pytest.raises(UserError, match=r"2 found, all damaged \(the newest: step-000000002.*\.pt has 2 bytes"):
-        newest_valid(tmp_path)
-
-
-def sealed(path: Path, **fields: Any) -> None:
-    """Change fields of a manifest, and its seal with them."""
-    content = {name: value for name, value in json.loads(path.read_text()).items() if name != "seal"} | fields
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    path.write_text(json.dumps(content | {"seal": hashlib.sha256(text.encode()).hexdigest()}))
-
-
-def test_a_manifest_of_another_format_or_without_a_seal_is_damaged(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
-        save(checkpointer, 1)
-    path = tmp_path / "step-000000001.json"
-    sealed(path)
-    assert read_manifest(path).step == 1
-    sealed(path, format="ddp-checkpoint/9")
-    with pytest.raises(Damaged, match="format"):
-        read_manifest(path)
-    path.write_text(json.dumps({"format": "ddp-checkpoint/1"}))
-    with refusing(Damaged):
-        read_manifest(path)
-
-
-def test_parts_are_named_together_by_the_first_and_a_digest_of_their_digests() -> None:
-    parts = [DataPart("a", 1, "12"), DataPart("b", 20, "34"), DataPart("c", 300, "56")]
-    assert taken_together(parts) == DataPart("a", 321, hashlib.sha256(b"123456").hexdigest())
-    assert data_name(7, 1, None) == "step-000000007.pt"
-    assert data_name(7, 2, None) == "step-000000007-2.pt"
-    assert data_name(7, 3, (0, 2)) == "step-000000007-3.part-1-of-2.pt"
-
-
-def test_a_tensor_in_pieces_keeps_its_dtype_and_its_order_in_memory() -> None:
-    whole = torch.arange(6, dtype=torch.float64).view(3, 2).t()
-    flat = torch.arange(6, dtype=torch.float64)
-    content = {"state": {"w": None, "x": 5}, "strides": {"w": [1, 2]}, "tied": {}, "pieces": {"w": {0: flat[:4]}}}
-    contents = [content, {"pieces": {"w": {4: flat[4:]}}}]
-    shapes = {"w": ["float64", [2, 3]]}
-    state = put_together(contents, shapes)
-    assert torch.equal(whole_tensors(state)["w"], whole)
-    assert whole_tensors(state)["w"].stride() == whole.stride()
-    assert state["w"].elements(3, 5).tolist() == [3, 4]
-    none = CutTensor(torch.float64, (0,), (1,), {})
-    assert (none.elements(0, 0).dtype, none.elements(0, 0).numel()) == (torch.float64, 0)
-    with refusing(Damaged):
-        put_together(contents, {})
-    with refusing(Damaged):
-        put_together([content | {"pieces": {}}], shapes)

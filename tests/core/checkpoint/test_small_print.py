@@ -5,19 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
-from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ddp_core.checkpoint import Checkpointer, find_checkpoints, newest_valid, sweep
 from ddp_core.checkpoint.manifest import Damaged, pointed_step, read_manifest
-from ddp_core.checkpoint.state import Snapshots
 from tests.core.checkpoint.children import state_of
-from tests.support.processes import HANG
 from tests.support.wording import refusing
 
 MANIFEST = {
@@ -52,6 +47,7 @@ def test_a_manifest_holds_finite_numbers_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
+        {"format": "ddp-checkpoint/9"},
         {"step": [30]},
         {"step": 2.0},
         {"file": 5},
@@ -70,7 +66,7 @@ def test_a_manifest_with_other_types_counts_as_damaged(tmp_path: Path, fields: d
     path = tmp_path / "step-000000002.json"
     content = {name: value for name, value in json.loads(path.read_text()).items() if name != "seal"} | fields
     seal = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    for text in (json.dumps(content | {"seal": seal}), "[" * 100_000, "\x00"):
+    for text in (json.dumps(content | {"seal": seal}), '{"format": "ddp-checkpoint/1"}', "[" * 100_000, "\x00"):
         path.write_text(text)
         lines: list[str] = []
         found = newest_valid(tmp_path, lines.append)
@@ -83,8 +79,9 @@ def test_metadata_that_could_not_be_read_back_are_not_saved(tmp_path: Path) -> N
     deep: list[Any] = []
     for _ in range(200):
         deep = [deep]
-    with Checkpointer(tmp_path) as checkpointer, refusing(ValueError):
-        checkpointer.save(state_of(1), step=1, epoch=0, metadata={"deep": deep})
+    for metadata in ({"deep": deep}, {"loss": float("nan")}):
+        with Checkpointer(tmp_path) as checkpointer, refusing(ValueError):
+            checkpointer.save(state_of(1), step=1, epoch=0, metadata=metadata)
     assert find_checkpoints(tmp_path) == []
 
 
@@ -117,24 +114,3 @@ def test_a_save_does_without_a_niceness_that_the_system_refuses(
     with Checkpointer(tmp_path, asynchronous=True) as checkpointer:
         checkpointer.save(state_of(1), step=1, epoch=0)
     assert len(find_checkpoints(tmp_path)) == 1
-
-
-class _JustEmptied(deque[Any]):
-    """Another thread takes the last tensor between the look and the grasp."""
-
-    def popleft(self) -> Any:
-        self.clear()
-        raise IndexError
-
-
-def test_a_thread_that_finds_nothing_left_to_copy_waits_for_the_others() -> None:
-    snapshots = Snapshots()
-    snapshots._left = _JustEmptied([(torch.zeros(1), torch.zeros(1))])
-    snapshots._arrived.clear()
-    copier = threading.Thread(target=snapshots.carry_on, daemon=True)
-    copier.start()
-    copier.join(0.1)
-    assert copier.is_alive(), "the others still copy"
-    snapshots._arrived.set()
-    copier.join(HANG)
-    assert not copier.is_alive()

@@ -77,27 +77,6 @@ def test_each_rank_keeps_the_sum_of_its_own_part_on_nodes_of_any_shape(world: st
     assert on_threads(size, wrong) == [[]] * size
 
 
-@pytest.mark.parametrize("world", ["3 + 1 + 2", "in turns", "2 x 2"])
-def test_sums_in_rounds_on_nodes_have_the_bits_of_the_tree(world: str, way: str) -> None:
-    groups = SEVERAL[world]
-    size = sum(map(len, groups))
-
-    def wrong(group: Any) -> list[int]:
-        parts, found = parts_on(group, groups, CPU), []
-        # Of few elements, all are one rank's part, and the first and the last rank have none.
-        for micro_batches, elements in ((1, ELEMENTS), (size, 7), (2 * size + 1, 200), (3 * size, ELEMENTS)):
-            leaves = leaves_of(micro_batches, micro_batches, elements, torch.float32)
-            total = RoundSum(parts, elements, leaves[0], micro_batches)
-            for first in range(0, micro_batches, size):
-                mine = first + group.rank()
-                at_once(total.push(leaves[mine].clone() if mine < micro_batches else None))
-            if not torch.equal(total.total(), subtrees(leaves, 0, micro_batches)[0]):
-                found.append(micro_batches)
-        return found
-
-    assert on_threads(size, wrong) == [[]] * size
-
-
 def pushing(total: RoundSum, leaf: Tensor) -> Transfer:
     """The push as a transfer."""
     yield from total.push(leaf)

@@ -179,6 +179,34 @@ def test_an_unfinished_step_leaves_the_buffers_as_they_were() -> None:
     assert all(torch.equal(net.state_dict()[name], tensor) for name, tensor in before.items())
 
 
+def test_a_reduction_that_is_closed_in_the_midst_of_a_step_begins_anew() -> None:
+    net = nn.Linear(1, 1)
+    exact = ExactReduction(net, 2)
+    assert exact.remaining == range(2)
+    with exact.micro_batch(0):
+        net(torch.tensor([[100.0]])).sum().backward()
+    exact.close()
+    assert exact.remaining == range(2)
+    with exact:
+        for index in range(2):
+            with exact.micro_batch(index):
+                net(torch.tensor([[1.0 + index]])).sum().backward()
+        exact.finish()
+    assert net.weight.grad is not None
+    assert net.weight.grad.item() == 3.0
+
+
+def test_a_module_without_trained_parameters_has_statistics_all_the_same() -> None:
+    net = nn.BatchNorm1d(1, momentum=1.0, affine=False)
+    with ExactReduction(net, 2) as exact:
+        for index in range(2):
+            with exact.micro_batch(index):
+                net(torch.tensor([[1.0 + index], [3.0 + index]]))
+        exact.finish()
+    assert net.running_mean is not None
+    assert net.running_mean.tolist() == [2.5]
+
+
 def test_another_number_of_micro_batches_holds_for_one_step() -> None:
     with ExactReduction(Net(), 4) as exact:
         exact.begin(3)

@@ -19,10 +19,8 @@ from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.one_level import plan_for
 from ddp_core.reduction.ordered_sum import TwoLevels, groups_of
 from ddp_core.reduction.parts import PartsInOneLevel, parts_on
-from ddp_core.reduction.round_sum import LeafSum, RoundSum
-from ddp_core.reduction.tree import GradientTree
 from tests.distributed.level_cases import WORLDS, leaves_of, subtrees, wrong_sums
-from tests.support.thread_group import Channel, ThreadGroup, at_once, on_threads, use_threads
+from tests.support.thread_group import ThreadGroup, at_once, on_threads, use_threads
 from tests.support.wording import refusing
 
 CPU = torch.device("cpu")
@@ -95,68 +93,6 @@ def test_parts_are_gathered(way: str) -> None:
     expected = [torch.arange(7.0), torch.arange(7.0) + 10]
     for found in on_threads(3, gathered):
         assert all(map(torch.equal, found, expected))
-
-
-TENSORS = [
-    torch.empty(3, 5),
-    torch.empty(4, dtype=torch.float64),
-    torch.empty(2, 3, 2, 2).to(memory_format=torch.channels_last),
-    torch.empty(()),
-    torch.empty(3, dtype=torch.float64),
-    torch.empty(2, dtype=torch.bfloat16),
-]
-MICRO_BATCHES = 5
-
-
-def a_leaf(number: int) -> list[Tensor | None]:
-    """The gradients of one micro-batch; one is missing in some."""
-    generator = torch.Generator().manual_seed(number)
-    leaf: list[Tensor | None] = []
-    for each in TENSORS:
-        values = torch.randn(each.shape, generator=generator, dtype=each.dtype) * 10.0 ** (3 * number - 6)
-        leaf.append(torch.empty_like(each).copy_(values))
-    leaf[1] = None if number % 2 else leaf[1]
-    return leaf
-
-
-def test_leaves_of_many_tensors_are_summed_in_rounds(way: str) -> None:
-    tree = GradientTree(MICRO_BATCHES)
-    for number in range(MICRO_BATCHES):
-        tree.push(a_leaf(number))
-
-    def summed(group: Any) -> list[Tensor]:
-        total = LeafSum(parts_on(group, (), CPU), Channel(), TENSORS, MICRO_BATCHES)  # type: ignore[arg-type]
-        for first in range(0, MICRO_BATCHES, group.size()):
-            mine = first + group.rank()
-            leaf = a_leaf(mine) if mine < MICRO_BATCHES else None
-            futures = total.push(leaf)
-            assert [future.wait().dtype for future in futures] == [torch.float32, torch.float64, torch.bfloat16]
-        return total.totals()
-
-    for world_size in (2, 3):
-        for found in on_threads(world_size, summed):
-            assert len(found) == len(TENSORS)
-            for one, other, like in zip(found, tree.subtrees[0].tensors, TENSORS, strict=True):
-                assert other is not None
-                assert torch.equal(one, other)
-                assert one.stride() == like.stride()
-
-
-@pytest.mark.parametrize("elements", SIZES)
-def test_a_rank_asks_for_its_own_part_of_a_sum_in_rounds(elements: int, way: str) -> None:
-    leaves = leaves_of(3, MICRO_BATCHES, elements, torch.float32)
-    (expected,) = subtrees(leaves, 0, MICRO_BATCHES)
-    cuts = [slice(0, elements // 3), slice(elements // 3, elements), slice(elements, elements)]
-
-    def own(group: Any) -> Tensor:
-        total = RoundSum(parts_on(group, (), CPU), elements, leaves[0], MICRO_BATCHES, cuts)
-        for first in range(0, MICRO_BATCHES, 3):
-            mine = first + group.rank()
-            at_once(total.push(leaves[mine].clone() if mine < MICRO_BATCHES else None))
-        return total.own_total()
-
-    found = on_threads(3, own)
-    assert all(torch.equal(one, expected[part]) for one, part in zip(found, cuts, strict=True))
 
 
 def test_a_sum_in_rounds_is_whole_on_every_rank_where_that_sends_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

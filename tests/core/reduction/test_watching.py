@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -19,22 +18,8 @@ from ddp_core.reduction.agreement import require_agreement
 from ddp_core.reduction.communication import Channel
 from ddp_core.reduction.flat import Gradients, in_memory_order, view_in
 from ddp_core.reduction.refusal import DependsOnLayout
-from ddp_core.reduction.watching import MAX_NORM, ForeignBuffers, TrainedParameters, WrittenParameters, describe_changes
+from ddp_core.reduction.watching import ForeignBuffers, WrittenParameters
 from tests.support.thread_group import on_threads, use_threads
-
-
-def test_changed_flags_are_named_and_counted() -> None:
-    assert describe_changes({"a": True}) == "a is trained now"
-    assert describe_changes({"a": False, "b": True, "c": True}) == "b and 1 more are trained now, a is frozen now"
-    assert describe_changes(dict.fromkeys("abcd", False)) == "a and 3 more are frozen now"
-    net = nn.Linear(2, 2)
-    trained = TrainedParameters(net)
-    assert trained.changes() == {}
-    trained.refuse_changes()
-    net.bias.requires_grad_(False)
-    assert trained.changes() == {"bias": False}
-    with pytest.raises(DependsOnLayout, match=r"^bias is frozen now, since this reduction was made"):
-        trained.refuse_changes()
 
 
 class Buffers(nn.Module):
@@ -78,35 +63,6 @@ def test_a_buffer_that_has_other_values_is_named() -> None:
     assert changed(net, lambda: net.norm.running_mean.add_(1), looked_after=[net.norm]) is None
     assert changed(net, lambda: net.norm.more.add_(1), looked_after=[net.norm]) == "norm.more"
     assert changed(net, lambda: net.linear.running_mean.add_(1), looked_after=[net.norm]) == "linear.running_mean"
-
-
-def test_a_parameter_that_passes_write_to_must_keep_its_values() -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2, max_norm=1.0), nn.Embedding(3, 2))
-    watch = WrittenParameters(net)
-    weight = net[0].weight.detach()
-    watch.refuse_changes(is_last=False)
-    assert watch.written == set()
-    watch.begin()
-    for _ in range(3):  # a clamp: after the first pass nothing is left to change
-        weight.clamp_(max=0.1)
-        watch.refuse_changes(is_last=False)
-    assert watch.written == {0}
-    watch.begin()
-    assert watch.written == set()
-    weight.add_(1)
-    watch.refuse_changes(is_last=False)
-    weight.add_(1)
-    with pytest.raises(
-        DependsOnLayout, match=r"changes the parameter 0\.weight in one micro-batch otherwise .*callback of"
-    ):
-        watch.refuse_changes(is_last=False)
-    watch = WrittenParameters(net, "pass")
-    watch.refuse_changes(is_last=False)
-    weight.add_(1)
-    with pytest.raises(DependsOnLayout, match="in one pass otherwise"):
-        watch.refuse_changes(is_last=False)
-    assert [watch.advice(position) == MAX_NORM for position in range(4)] == [False, False, True, False]
-    assert watch.named(1) == "the parameter 0.bias"
 
 
 @pytest.mark.parametrize(("by_values", "passes"), [(True, 2), (True, 3), (False, 2)])
@@ -178,29 +134,6 @@ def test_elements_are_laid_out_as_in_memory(like: Tensor) -> None:
         assert torch.equal(view_in(laid, like), values)
     whole = torch.empty_like(like).copy_(values)
     assert in_memory_order(whole, whole).tolist() == whole.as_strided((whole.numel(),), (1,)).tolist()
-
-
-def test_a_reduction_asks_for_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_threads(monkeypatch)
-    told: list[Any] = []
-    agree = "ddp_core.reduction.exact.require_agreement"
-    monkeypatch.setattr(agree, lambda group, *facts: told.append((facts[0], facts[1], facts[3])) or [[0], [1, 2]])
-
-    def asked(group: Any) -> tuple[Any, ...]:
-        net = nn.Linear(2, 2)
-        options: dict[str, Any] = {"process_group": group, "timeout": timedelta(seconds=9)}
-        found = []
-        for shares, node in (("contiguous", None), ("strided", 7)):
-            with ExactReduction(net, 6, shares=shares, node=node, **options) as exact:
-                own: Any = exact._channel.group
-                found.append((own.asked, exact._channel.ordered_sum.groups, type(exact._shares).__name__))
-        return tuple(found)
-
-    device = (torch.device("cpu"), timedelta(seconds=9))
-    groups = ((0,), (1, 2))
-    expected = ((device, groups, "ContiguousShares"), (device, groups, "StridedShares"))
-    assert on_threads(3, asked) == [expected] * 3
-    assert sorted(told, key=str) == [(6, "contiguous", None)] * 3 + [(6, "strided", 7)] * 3
 
 
 def test_a_reduction_of_a_ddp_module_asks_ddp_and_looks_at_the_module_inside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,16 +86,3 @@ def test_rows_of_all_ranks_are_the_whole_and_are_updated_line_by_line(shape: tup
         assert tensor[rows.inside].tolist() == [2.0] * local.numel()
         assert tensor.numel() > local.numel() or tensor.data_ptr() == local.data_ptr()
     assert place == whole.numel()
-
-
-@pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("shape", [*SHAPES, (0, 4)])
-def test_blocks_that_lie_on_several_ranks_are_known_to_each(shape: tuple[int, ...], world_size: int, size: int) -> None:
-    whole = nn.Parameter(torch.zeros(shape))
-    chunks = whole.detach().chunk(world_size)
-    parts = [chunks[rank].reshape(-1) if rank < len(chunks) else torch.empty(0) for rank in range(world_size)]
-    owners = torch.cat([torch.full_like(part, rank) for rank, part in enumerate(parts)])
-    expected = [number for number, block in enumerate(owners.split(size)) if block.numel() and len(block.unique()) > 1]
-    for rank, part in enumerate(parts):
-        assert Rows("weight", whole, part, rank, world_size).cut_blocks(size) == expected

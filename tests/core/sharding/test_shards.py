@@ -58,21 +58,6 @@ def test_every_element_has_one_owner_and_cuts_lie_between_blocks(world_size: int
             assert torch.equal(flat, shards.groups[piece.group].flat[piece.place])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 16])
-def test_flat_tensors_are_cut_where_it_is_nearest_to_equal_parts(world_size: int) -> None:
-    for group in Shards(parameters(), range(world_size)).groups:
-        size = group.flat.numel()
-        assert len(group.cuts) == world_size
-        assert (group.cuts[0].start, group.cuts[-1].stop) == (0, size)
-        allowed = {size, *group.starts}
-        for start, parameter in zip(group.starts, group.like, strict=False):
-            allowed |= set(range(start, start + parameter.numel(), BLOCK))
-        for rank, (left, right) in enumerate(itertools.pairwise(group.cuts), start=1):
-            wanted = size * rank // world_size
-            assert left.stop == right.start
-            assert abs(left.stop - wanted) == min(abs(place - wanted) for place in allowed)
-
-
 def test_parameters_that_share_memory_are_refused() -> None:
     memory = torch.zeros(10)
     strided = torch.as_strided(memory, (3, 2), (4, 1))  # its last element is number 9
