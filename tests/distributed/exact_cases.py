@@ -173,13 +173,14 @@ def _train(case: Case, world_size: int, shares: Literal["contiguous", "strided"]
             exact.begin(micro_batches)
             for index in exact.share:
                 assert exact.remaining[0] == index
-                with exact.micro_batch(index), torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+                weighed = exact.micro_batch(index, weight=1.0 + index)
+                with weighed, torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
                     torch.manual_seed(1000 * step + index)
                     outputs = exact.module(inputs[index])
                     cross_entropy(outputs, targets[index], reduction="sum").backward()
             assert not exact.remaining
             exact.finish(scale=1 / (SAMPLES * micro_batches))
-            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            exact.clip_gradients_(1.0)
             optimizer.step()
         result = digest_of(net, optimizer)
         unused = [name for name, parameter in net.named_parameters() if parameter.grad is None]
@@ -358,45 +359,6 @@ def fail_on_one_rank(
 
 def _fail(*_: Any) -> Any:
     raise RuntimeError("failed on purpose")
-
-
-def leave_a_parameter_out(
-    rank: int, world_size: int, shares: Literal["contiguous", "strided"], steps: range = range(1)
-) -> str:
-    """Leave a parameter without gradient in rank 0's last micro-batch, without telling DDP that this may happen.
-
-    In those of three steps.
-    """
-    dist.init_process_group("gloo")
-    layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-
-    class Optional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers
-
-        def forward(self, rows: Tensor, both: bool) -> Tensor:
-            return self.layers[1](self.layers[0](rows) if both else rows)
-
-    module = wrap(Optional())
-    exact = ExactReduction(module, 4, shares=shares)
-    message = ""
-    try:
-        for step in range(3):
-            for index in exact.share:
-                with exact.micro_batch(index):
-                    both = index != exact.share[-1] or rank > 0 or step not in steps
-                    module(torch.ones(1, 2), both).sum().backward()
-            exact.finish()
-            for parameter in module.parameters():
-                parameter.grad = None
-    except RuntimeError as error:
-        message = str(error)
-    exact.close()
-    del exact, module
-    gc.collect()
-    dist.destroy_process_group()
-    return message
 
 
 def give_no_gradient_in_a_later_step(rank: int, world_size: int) -> str:

@@ -74,23 +74,9 @@ def test_an_error_on_one_rank_ends_every_rank(where: str, shares: str, nodes: in
     assert "on purpose" in messages[1]
 
 
-def test_a_parameter_left_out_of_the_last_backward_is_named() -> None:
-    messages = run_processes(cases.leave_a_parameter_out, 2, "contiguous", range(2, 3))
-    assert "no gradient for layers.0.weight (2 parameters)" in messages[0]
-    assert "find_unused_parameters" in messages[0]
-
-
 def test_a_parameter_that_no_rank_has_a_gradient_for_in_any_later_step_is_named_on_all() -> None:
     messages = run_processes(cases.give_no_gradient_in_a_later_step, 2)
     assert all(each.startswith("step 3: backward came by weight and gave it no gradient") for each in messages)
-
-
-def test_a_parameter_left_out_in_the_first_step_may_be_left_out_in_all() -> None:
-    assert run_processes(cases.leave_a_parameter_out, 2, "contiguous", range(3)) == ["", ""]
-
-
-def test_with_strided_shares_any_backward_may_leave_a_parameter_out() -> None:
-    assert run_processes(cases.leave_a_parameter_out, 2, "strided") == ["", ""]
 
 
 def test_a_foreign_loop_may_run_forwards_outside_but_no_backward() -> None:

@@ -41,7 +41,6 @@ from tests.core.checkpoint.children import (
     save_under_a_file_limit,
     save_without_end,
     state_of,
-    stopped_at,
     stopped_inside_the_fence,
     take_many,
     wait_until_stopped,
@@ -485,35 +484,10 @@ def _contents(directory: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "aside"])
-def test_a_writer_that_was_stopped_and_superseded_can_commit_nothing(tmp_path: Path, asynchronous: bool) -> None:
-    for point in ("data partly written", "data renamed", "manifest synced", "manifest renamed", "latest synced"):
-        directory = tmp_path / point.replace(" ", "-")
-        _save(directory, 10)
-        stale = start(stopped_at, directory, point, asynchronous)
-        try:
-            wait_until_stopped(stale)
-            with Checkpointer(directory, keep_last=3, fence=Fence.take(directory)) as checkpointer:
-                checkpointer.save(state_of(20), step=20, epoch=0, best=True)
-                checkpointer.save(state_of(40), step=40, epoch=0)
-            sweep(directory)
-            before = _contents(directory)
-            assert stale.pid is not None
-            os.kill(stale.pid, signal.SIGCONT)
-            stale.join(HANG)
-            assert stale.exitcode == ExitCode.PEERS_LOST, point
-        finally:
-            stale.kill()
-            stale.join()
-        after = _contents(directory)
-        gone = before.keys() - after.keys()
-        assert all(name.endswith(".tmp") or name == "step-000000030.pt" for name in gone), "only its own leftovers go"
-        assert after == {name: digest for name, digest in before.items() if name not in gone}, point
-        assert _leftovers(directory) == {"fence.json", "fence.lock"}
-        assert _is_whole(newest_valid(directory))
-
-
 @pytest.mark.parametrize("point", POINTS[: POINTS.index("old manifest removed")])
-def test_a_writer_that_is_superseded_at_any_point_changes_nothing_afterwards(tmp_path: Path, point: str) -> None:
+def test_a_writer_that_is_superseded_at_any_point_changes_nothing_afterwards(
+    tmp_path: Path, point: str, asynchronous: bool
+) -> None:
     """The successor saves the same step, so what the stale writer would write has the same names."""
     before: dict[str, str] = {}
 
@@ -524,9 +498,14 @@ def test_a_writer_that_is_superseded_at_any_point_changes_nothing_afterwards(tmp
             before.update(_contents(tmp_path))
 
     _save(tmp_path, 10)
-    stale = Checkpointer(tmp_path, keep_last=1, fence=Fence.take(tmp_path), at=supersede)
+    how: dict[str, Any] = {"keep_last": 1, "fence": Fence.take(tmp_path), "at": supersede}
+
+    def save() -> None:
+        with Checkpointer(tmp_path, asynchronous=asynchronous, **how) as stale:
+            stale.save(state_of(30, floats=9), step=30, epoch=0, best=True)
+
     with pytest.raises(Superseded):
-        stale.save(state_of(30, floats=9), step=30, epoch=0, best=True)
+        save()
     after = _contents(tmp_path)
     gone = before.keys() - after.keys()
     assert all(name.endswith(".tmp") or name == "step-000000030.pt" for name in gone), "only its own leftovers go"

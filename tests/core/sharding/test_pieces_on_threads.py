@@ -310,6 +310,15 @@ def test_the_whole_of_a_state_is_put_together_on_the_first_rank() -> None:
     assert whole["nested"][0]["again"] is whole["exact"]
 
 
+def test_ranks_with_parts_of_unlike_tensors_are_refused_before_anything_is_gathered() -> None:
+    def together(group: Any) -> None:
+        part = CutTensor(torch.float32, (2,), (1,), {0: torch.ones(2)})
+        with pytest.raises(ValueError, match="the ranks hold parts of unlike tensors"):
+            whole_on_first({"momentum": part} if group.rank() else {}, group)
+
+    on_thread_world(2, together)
+
+
 @pytest.mark.parametrize("shares", ["contiguous", "strided"])
 def test_the_state_of_one_process_is_loaded_by_each_rank(shares: Dealt) -> None:
     made = copy.deepcopy(net())

@@ -167,6 +167,20 @@ def test_gradients_that_are_made_outside_of_a_micro_batch_are_refused() -> None:
     on_thread_world(2, refused)
 
 
+def test_gradients_that_come_in_several_parts_are_refused() -> None:
+    def twice(made: Net) -> None:
+        made.loss(0, 0).backward()
+        made.loss(0, 0).backward()
+
+    def refused(group: Any) -> None:
+        with in_rows(net(torch.float32), 2, group) as (made, owned):
+            said = r"the block with .* hands over its gradients in several parts"
+            with pytest.raises(RuntimeError, match=said), owned.reduction.micro_batch(group.rank()):
+                twice(made)
+
+    on_thread_world(2, refused)
+
+
 def test_a_step_without_its_idle_pass_is_refused() -> None:
     def refused(group: Any) -> None:
         said = ("micro-batch 0 of range.* has not been run", "this rank has not run the step's idle pass")[group.rank()]
