@@ -1,12 +1,14 @@
-"""What a save writes, removes, refuses and says, each where the usual tests look at something else."""
+"""What only a close look at checkpoints shows: what is written, removed, refused and said, and races with others."""
 
 from __future__ import annotations
 
 import datetime
 import errno
 import functools
+import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,17 @@ import torch
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.refusals import human_bytes
-from ddp_core.checkpoint import Checkpointer, Fence, find_checkpoints, load, newest_valid
+from ddp_core.checkpoint import (
+    Checkpointer,
+    Fence,
+    Superseded,
+    best_checkpoint,
+    find_checkpoints,
+    load,
+    newest_valid,
+    sweep,
+)
+from ddp_core.checkpoint.manifest import Damaged, pointed_step, read_manifest
 from ddp_core.checkpoint.state import StateTensors
 from tests.core.checkpoint.children import state_of
 from tests.support.wording import refusing
@@ -124,14 +136,153 @@ def test_what_the_disk_refuses_names_the_file_and_what_it_would_have_held(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_part_under_a_key_with_dots_in_its_names_is_compared(tmp_path: Path) -> None:
-    state = {"model": {"a.b": torch.ones(2), "c": {"d": torch.ones(1)}}, "optimizer": {"e": torch.ones(3)}}
+SAVED = r"checkpoint of step {}: \d+(\.\d+)? \w+ in (\d+\.\d{{3}}) s"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_is_told_and_may_be_the_best(tmp_path: Path, asynchronous: bool) -> None:
+    lines: list[str] = []
+    with Checkpointer(tmp_path, asynchronous=asynchronous, on_event=lines.append) as checkpointer:
+        assert checkpointer.last is None
+        for step, best in ((1, True), (2, False), (3, False)):
+            checkpointer.save(state_of(step), step=step, epoch=0, best=best)
+            checkpointer.before_update()
+        checkpointer.close()
+        assert len(find_checkpoints(tmp_path)) == 3  # two are kept, and the best one
+        checkpointer.save(state_of(4), step=4, epoch=0)
+    for step, line in enumerate(lines, start=1):
+        found = re.fullmatch(
+            SAVED.format(step) + (r", training stood still for (\d+\.\d{3}) s" if asynchronous else ""), line
+        )
+        assert found is not None, line
+        assert all(float(seconds) < 60 for seconds in found.groups()[1:])
+    best = best_checkpoint(tmp_path)
+    assert best is not None
+    assert best.step == 1
+    assert len(find_checkpoints(tmp_path)) == 3
+
+
+def test_a_save_that_is_given_up_is_told_with_its_step(tmp_path: Path) -> None:
+    lines: list[str] = []
+    answers = iter([True])
+    with (
+        pytest.raises(Superseded),
+        Checkpointer(tmp_path, fence=lambda: next(answers, False), on_event=lines.append) as checkpointer,
+    ):
+        checkpointer.save(state_of(5), step=5, epoch=0)
+    assert lines[0].startswith("warning: checkpoint of step 5 given up: this process may no longer write to")
+
+
+def test_parameters_come_back_as_plain_tensors_and_views_on_their_own(tmp_path: Path) -> None:
+    whole = torch.arange(6.0)
+    state = {"weight": torch.nn.Parameter(torch.ones(2)), "view": whole[2:4], "grown": torch.ones(2).requires_grad_()}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(state, step=1, epoch=0)
-    checkpoint = newest_valid(tmp_path)
-    assert checkpoint is not None
-    shapes = {name: shape for name, shape in checkpoint.shapes.items() if name.startswith("model")}
-    assert len(shapes) == 2
-    assert load(checkpoint, expect=shapes, only=["model"])["optimizer"]["e"].tolist() == [1, 1, 1]
-    with refusing():
-        load(checkpoint, expect=shapes)
+        assert checkpointer.last is not None
+        found = load(checkpointer.last)
+    assert [(type(each), each.requires_grad) for each in found.values()] == [(torch.Tensor, False)] * 3
+    assert found["view"].tolist() == [2, 3]
+    own = StateTensors(state)
+    assert [type(each) for each in own.tensors] == [torch.Tensor] * 3
+    assert StateTensors({"a": whole}).tensors[0] is whole
+
+
+MANIFEST = {
+    "format": "ddp-checkpoint/1",
+    "step": 1,
+    "epoch": 0,
+    "file": "step-000000001.pt",
+    "bytes": 3,
+    "sha256": "0" * 64,
+    "shapes": {"w": ["float32", [2]]},
+    "metadata": {"layout": "single-cpu"},
+    "metric": 0.5,
+    "written_at": "2026-01-01T00:00:00Z",
+}
+
+
+def test_a_manifest_of_long_ago_can_still_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "step-000000001.json"
+    path.write_text(json.dumps(MANIFEST | {"seal": "dfea99c8b35171d8bca8b407692193e73847fed4125f0545aa1a4884669968cd"}))
+    assert read_manifest(path).metric == 0.5
+
+
+def test_a_manifest_holds_finite_numbers_only(tmp_path: Path) -> None:
+    content = MANIFEST | {"metric": float("nan")}
+    seal = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    path = tmp_path / "step-000000001.json"
+    path.write_text(json.dumps(content | {"seal": seal}))
+    with refusing(Damaged):
+        read_manifest(path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"format": "ddp-checkpoint/9"},
+        {"step": [30]},
+        {"step": 2.0},
+        {"file": 5},
+        {"sha256": 7},
+        {"shapes": []},
+        {"parts": [7]},
+        {"parts": 7},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_manifest_with_other_types_counts_as_damaged(tmp_path: Path, fields: dict[str, Any]) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(state_of(step), step=step, epoch=0)
+    path = tmp_path / "step-000000002.json"
+    content = {name: value for name, value in json.loads(path.read_text()).items() if name != "seal"} | fields
+    seal = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    for text in (json.dumps(content | {"seal": seal}), '{"format": "ddp-checkpoint/1"}', "[" * 100_000, "\x00"):
+        path.write_text(text)
+        lines: list[str] = []
+        found = newest_valid(tmp_path, lines.append)
+        assert found is not None
+        assert (found.step, len(lines)) == (1, 2)
+        assert "checkpoint step-000000002 is damaged" in lines[0]
+
+
+def test_metadata_that_could_not_be_read_back_are_not_saved(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(200):
+        deep = [deep]
+    for metadata in ({"deep": deep}, {"loss": float("nan")}):
+        with Checkpointer(tmp_path) as checkpointer, refusing(ValueError):
+            checkpointer.save(state_of(1), step=1, epoch=0, metadata=metadata)
+    assert find_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ['{"step": 1e400}', '{"step": "1"}', '{"step": -1}', "[" * 100_000, "\x00"])
+def test_a_pointer_that_points_nowhere_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "best.json").write_text(text)
+    assert pointed_step(tmp_path / "best.json") is None
+
+
+def test_an_old_checkpoint_that_somebody_else_has_removed_is_not_missed(tmp_path: Path) -> None:
+    def remove_the_first() -> None:
+        # The second is complete then, and what is to be removed has been listed.
+        if pointed_step(tmp_path / "latest.json") == 2:
+            (tmp_path / "step-000000001.json").unlink(missing_ok=True)
+
+    with Checkpointer(tmp_path, keep_last=1, fence=remove_the_first) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(state_of(step), step=step, epoch=0)
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [2]
+    assert sweep(tmp_path) == []
+
+
+def test_a_save_does_without_a_niceness_that_the_system_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    with Checkpointer(tmp_path, asynchronous=True) as checkpointer:
+        checkpointer.save(state_of(1), step=1, epoch=0)
+    assert len(find_checkpoints(tmp_path)) == 1

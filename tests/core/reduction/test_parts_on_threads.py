@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from ddp_core.base.seeds import share_of
-from ddp_core.reduction.communication import Channel, Transfer, in_last_phase
 from ddp_core.reduction.exchange import cut
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.one_level import plan_for
@@ -75,40 +73,6 @@ def test_each_rank_keeps_the_sum_of_its_own_part_on_nodes_of_any_shape(world: st
         return found
 
     assert on_threads(size, wrong) == [[]] * size
-
-
-def pushing(total: RoundSum, leaf: Tensor) -> Transfer:
-    """The push as a transfer."""
-    yield from total.push(leaf)
-    return leaf
-
-
-def test_sums_that_are_under_way_together_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On three threads: those of rounds, with phases at the same time, and whole ones between them."""
-    use_threads(monkeypatch)
-    monkeypatch.setattr(PointToPoint, "one_round_bytes", -1)
-    nodes, count = WORLDS["2 x 2"], 8
-    leaves = [leaves_of(seed, count, ELEMENTS, torch.float32) for seed in range(5)]
-
-    def summed(group: Any) -> list[Tensor]:
-        channel = Channel(group, CPU, None, nodes)
-        parts = parts_on(channel.group, channel.ordered_sum.groups, CPU)
-        sums = [RoundSum(parts, ELEMENTS, each[0], count) for each in leaves]
-        wholes = []
-        for first in range(0, count, 4):
-            for total, each in zip(sums, leaves, strict=True):
-                channel.submit(pushing(total, each[first + group.rank()].clone()), each[0])
-                whole = each[group.rank()].clone()
-                channel.sum([whole], whole, 4)
-                wholes.append(whole)
-        futures = [channel.submit(in_last_phase(total.total), leaves[0][0]) for total in sums]
-        totals = [future.wait() for future in futures]
-        channel.close()
-        return totals + wholes
-
-    for found in on_threads(4, summed):
-        for total, each in zip(found, [*leaves, *([part[:4] for part in leaves] * 2)], strict=True):
-            assert torch.equal(total, subtrees(each, 0, len(each))[0])
 
 
 def sent(groups: tuple[tuple[int, ...], ...], work: Callable[[Parts], Any]) -> list[tuple[int, int, int]]:

@@ -76,25 +76,6 @@ def test_each_rank_keeps_the_sum_of_its_own_part(elements: int, way: str) -> Non
         assert all(torch.equal(one, expected[part]) for one, part in zip(found, cuts, strict=True))
 
 
-def gathered(group: Any) -> list[Tensor]:
-    """Flat tensors of which each rank had one part: unequal, empty, in two tensors at once."""
-    parts, rank = parts_on(group, (), CPU), group.rank()
-    layouts = [[slice(0, 1), slice(1, 1), slice(1, 7)], [slice(0, 4), slice(4, 6), slice(6, 7)]]
-    flats = []
-    for number, cuts in enumerate(layouts):
-        flat = torch.full((7,), torch.nan)
-        flat[cuts[rank]] = torch.arange(7.0)[cuts[rank]] + 10 * number
-        flats.append((flat, cuts))
-    parts.gather(flats)
-    return [flat for flat, _ in flats]
-
-
-def test_parts_are_gathered(way: str) -> None:
-    expected = [torch.arange(7.0), torch.arange(7.0) + 10]
-    for found in on_threads(3, gathered):
-        assert all(map(torch.equal, found, expected))
-
-
 def test_a_sum_in_rounds_is_whole_on_every_rank_where_that_sends_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
 

@@ -22,6 +22,7 @@ from tests.support.thread_world import on_thread_world
 from tests.support.wording import refusing
 
 STEPS = (5, 1, 4)
+"""The micro-batches of each step: neither two nor three ranks have equal shares of five, or of one."""
 LAYER = nn.Linear(2, 2)
 Dealt = Literal["contiguous", "strided"]
 
@@ -102,13 +103,15 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def train(shares: Dealt | None, make: Make, group: Any) -> list[Any]:
-    """What a training comes to: of each step the gradients and their norm; the weights; the optimizer's state.
-
-    `shares`: None for one process that owns all.
-    """
+    """What a training in pieces comes to; `shares`: None for one process that owns all."""
     made = copy.deepcopy(net())
     updates = make(made)
-    owned: Any = OwnsPieces(made, updates, max(STEPS), process_group=group, shares=shares) if shares else None
+    how: dict[str, Any] = {"process_group": group, "shares": shares}
+    return trained(made, updates, OwnsPieces(made, updates, max(STEPS), **how) if shares else None)
+
+
+def trained(made: Any, updates: torch.optim.Optimizer, owned: Any) -> list[Any]:
+    """What a training comes to: the norm of each step's gradients, the whole weights, the optimizer's whole state."""
     reduction = owned.reduction if owned else ExactReduction(made, max(STEPS))
     found: list[Any] = []
     for step, micro_batches in enumerate(STEPS):
@@ -116,17 +119,18 @@ def train(shares: Dealt | None, make: Make, group: Any) -> list[Any]:
         for index in reduction.share:
             with reduction.micro_batch(index):
                 made.loss(step, index).backward()
-        assert not owned or owned.idle_passes == 0
-        reduction.finish(1 / micro_batches)
+        for _ in range(owned.idle_passes if owned else 0):
+            with owned.idle_pass():
+                (0.0 * made.loss(step, 0)).backward()
+        reduction.finish(*([1 / micro_batches] if step else []))
         found.append({"norm": reduction.clip_gradients_(3.0)})
         updates.step()
-    found.append({name: each.clone() for name, each in made.named_parameters()})
-    if owned:
-        found += [owned.whole_weights(), entries(owned.whole_state())]
-        reduction.close()
-        owned.close()
-        return found
-    return [*found, made.state_dict(), entries(updates.state_dict())]
+    if not owned:
+        return [*found, made.state_dict(), entries(updates.state_dict())]
+    found += [owned.whole_weights(), entries(owned.whole_state())]
+    reduction.close()
+    owned.close()
+    return found
 
 
 def entries(state: Any) -> Any:

@@ -15,12 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
-from ddp_core.reduction import ExactReduction
 from ddp_core.sharding.rows import OwnsRows
+from tests.core.sharding.test_pieces_on_threads import STEPS, bits, trained
 from tests.support.thread_world import on_thread_world
-
-STEPS = (5, 1, 4)
-"""The micro-batches of each step: neither two nor three ranks have equal shares of five, or of one."""
 
 
 class Sometimes(nn.Module):
@@ -77,41 +74,12 @@ def made_before_the_ranks() -> None:
         net(dtype)
 
 
-def bits(tensors: dict[str, Tensor] | None) -> Any:
-    """Values with their signs, for a comparison."""
-    return tensors and {name: (str(each.dtype), each.stride(), str(each.tolist())) for name, each in tensors.items()}
-
-
 def train(dtype: torch.dtype, group: Any) -> Any:
-    """What a training comes to: of each step the gradients and their norm; the weights; the optimizer's state."""
+    """What a training in rows comes to, or one in one process."""
     made = copy.deepcopy(net(dtype))
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
-    owned: Any = None
-    if group is not None:
-        owned = OwnsRows(made, optimizer, max(STEPS), process_group=group, fewest_elements=1)
-    reduction = ExactReduction(made, max(STEPS)) if owned is None else owned.reduction
-    found: list[Any] = []
-    for step, micro_batches in enumerate(STEPS):
-        reduction.begin(micro_batches)
-        for index in reduction.share:
-            with reduction.micro_batch(index):
-                made.loss(step, index).backward()
-        for _ in range(owned.idle_passes if owned else 0):
-            with owned.idle_pass():
-                (0.0 * made.loss(step, 0)).backward()
-        reduction.finish(*([1 / micro_batches] if step else []))
-        found.append({"norm": reduction.clip_gradients_(3.0)})
-        optimizer.step()
-    if owned:
-        found += [owned.whole_weights(), *states(owned.whole_state())]
-        owned.reduction.close()
-        owned.close()
-        return found
-    return [*found, made.state_dict(), *states(optimizer.state_dict())]
-
-
-def states(state: Any) -> list[Any]:
-    return [{str(number): each["momentum_buffer"] for number, each in state["state"].items()}] if state else [None]
+    how = {"process_group": group, "fewest_elements": 1}
+    return trained(made, optimizer, OwnsRows(made, optimizer, max(STEPS), **how) if group is not None else None)
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, torch.float32), (2, torch.float64), (3, torch.float32)])

@@ -168,16 +168,6 @@ def test_a_state_is_cut_goes_on_and_is_whole_again(has_empty: bool) -> None:
     assert [together([state]) for state in train(None)] == expected
 
 
-def test_what_is_kept_of_no_element_tells_nothing_of_the_others() -> None:
-    def train(group: Any) -> dict[str, Any]:
-        rank = Rank(group, has_empty=True)
-        rank.step(0)
-        rank.step(1)
-        return rank.updates.own_state()
-
-    assert together(on_threads(RANKS, train)) == in_order(state_after(2))
-
-
 def test_what_is_not_cut_is_saved_as_a_copy() -> None:
     rank = Rank(None, state_after(1))
     rank.updates.own_state()["state"][3]["mean"].add_(1)

@@ -217,31 +217,6 @@ def test_replicas_in_threads_draw_the_same_again_where_backward_computes_again(d
     assert digests(finished(record, lambda: Recomputing(dropout), dp)) == digests(alone)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_threads_in_plain_reduction_agree_up_to_rounding(count: int) -> None:
-    record = experiment(epochs=2)
-    together = finished(record, layout=Layout(kind="dp", nproc_per_node=count))
-    assert_close(together.state.model, finished(record).state.model)
-
-
-def test_keys_by_replica_would_give_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: dropout that depends on the replica gives other bits."""
-    from ddp_core.trainers import keyed_random
-
-    record, dp = experiment(reduction="exact"), Layout(kind="dp", nproc_per_node=2)
-    expected = digests(finished(record, batch_norm_and_dropout))
-    assert digests(finished(record, batch_norm_and_dropout, dp)) == expected
-    made: list[Any] = []
-
-    class ByReplica(keyed_random.KeyedRandom):
-        def __init__(self, seed: int, device: torch.device) -> None:
-            made.append(self)
-            super().__init__(seed + len(made), device)
-
-    monkeypatch.setattr("ddp_core.trainers.data_parallel.KeyedRandom", ByReplica)
-    assert digests(finished(record, batch_norm_and_dropout, dp)) != expected
-
-
 @pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
 @pytest.mark.parametrize("reduction", ["plain", "exact"])
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_step(layout: Layout, reduction: str) -> None:
