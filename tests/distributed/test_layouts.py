@@ -131,17 +131,6 @@ def test_plain_reduction_agrees_up_to_rounding(toy_runs: dict[str, Path]) -> Non
             assert torch.allclose(value, reference[key], rtol=1e-4, atol=0), (name, key)
 
 
-def test_the_record_names_the_layout(toy_runs: dict[str, Path]) -> None:
-    labels = {name: trained(output)[1]["layout"]["label"] for name, output in toy_runs.items()}
-    assert labels == {
-        "single": "single-cpu",
-        "dp x 2": "dp-2-cpu",
-        "ddp x 2": "ddp-1x2-cpu",
-        "ddp x 4": "ddp-1x4-cpu",
-        "2 x 2": "ddp-2x2-cpu",
-    }
-
-
 DDP_OPTIONS = {
     "small buckets": ["--set", "ddp.bucket_cap_mb=0.001"],
     "gradients as bucket views": ["--set", "ddp.gradient_as_bucket_view=true"],

@@ -444,10 +444,7 @@ def test_a_full_disk_is_seen_before_and_during_the_write(tmp_path: Path) -> None
 
 
 def test_a_read_only_directory_is_met_before_the_first_step(tmp_path: Path) -> None:
-    with (
-        tmpfs(tmp_path / "fixed", "ro") as directory,
-        refusing(),
-    ):
+    with tmpfs(tmp_path / "fixed", "ro") as directory, refusing():
         Checkpointer(directory)
 
 

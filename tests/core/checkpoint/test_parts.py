@@ -37,14 +37,7 @@ from ddp_core.checkpoint.data_file import POINTS, POINTS_OF_PARTS
 from ddp_core.checkpoint.manifest import Damaged, encode, taken_together
 from ddp_core.checkpoint.parts import part_of, put_together
 from ddp_core.record.weights import read_weights
-from tests.core.checkpoint.parts_cases import (
-    ThreadRanks,
-    cut_state,
-    in_threads,
-    killed_at,
-    save_in_parts,
-    whole_state,
-)
+from tests.core.checkpoint.parts_cases import ThreadRanks, cut_state, in_threads, killed_at, save_in_parts, whole_state
 from tests.faults.matrix import record_row
 from tests.support.processes import HANG, start
 from tests.support.wording import refusing
@@ -423,10 +416,7 @@ def test_a_kill_of_either_rank_at_any_point_leaves_the_newest_complete_checkpoin
         save(directory, 2, 40)
         assert is_whole(newest_valid(directory)), point
     how = "aside" if asynchronous else "at once"
-    record_row(
-        9,
-        f"two ranks, {how}: rank {victim} killed at each of {len(points)} points, the newest one loads",
-    )
+    record_row(9, f"two ranks, {how}: rank {victim} killed at each of {len(points)} points, the newest one loads")
 
 
 def files(checkpoint: Checkpoint) -> list[str]:

@@ -85,20 +85,6 @@ def test_a_layer_counts_once_however_often_it_is_called_and_not_where_it_is_not(
         statistics.finish(torch.cat([torch.zeros(12), torch.ones(2)]))
 
 
-def test_layers_may_have_another_dtype_in_the_next_step() -> None:
-    layer = nn.BatchNorm1d(3)
-    expected = copy.deepcopy(layer).double()
-    statistics = BatchStatistics(layer)
-    statistics.begin()
-    statistics.restore()
-    layer.double()
-    statistics.begin()
-    layer(rows().double())
-    statistics.finish(statistics.take())
-    expected(rows().double())
-    assert torch.equal(layer.running_mean, expected.running_mean)
-
-
 class Foreign(nn.BatchNorm1d):
     """A forward of its own, which puts other tensors in the place of the buffers."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_core.reduction import ExactReduction, clip_gradients_, gradient_norm
+from ddp_core.reduction import clip_gradients_, gradient_norm
 from ddp_core.reduction import norm as norm_module
 from ddp_core.reduction.norm import BLOCK
 from tests.core.sharding.test_shards import parameters
@@ -69,13 +69,3 @@ def test_clipping_is_that_of_torch(max_norm: float, scale: float) -> None:
         assert (one.grad is None) == (other.grad is None)
         # torch computes the norm in float32.
         assert one.grad is None or torch.allclose(one.grad, other.grad, rtol=1e-4, atol=0)
-
-
-def test_a_reduction_without_shards_clips_whole_gradients() -> None:
-    model = nn.Linear(40, 50)
-    with ExactReduction(model, 1) as exact:
-        with exact.micro_batch(0):
-            model(torch.randn(3, 40)).square().sum().backward()
-        exact.finish()
-        exact.clip_gradients_(0.25)
-    assert gradient_norm(list(model.parameters())).item() == pytest.approx(0.25, rel=1e-4)

@@ -12,12 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ddp_core.reduction import (
-    BatchStatistics,
-    ExactReduction,
-    GradientTree,
-    take_gradients,
-)
+from ddp_core.reduction import BatchStatistics, ExactReduction, GradientTree, take_gradients
 from ddp_core.reduction.communication import CommunicationThreads
 from ddp_core.reduction.exchange import LINE_BYTES, cut
 from tests.core.reduction.test_tree import by_definition

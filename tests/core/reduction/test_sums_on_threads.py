@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from ddp_core.base.seeds import share_of
 from ddp_core.reduction import OrderedSum
 from ddp_core.reduction.backends import exchange_among, exchange_on, goes_through_host
-from ddp_core.reduction.exchange import cut
 from ddp_core.reduction.messages import PointToPoint
-from ddp_core.reduction.one_level import plan_for
 from ddp_core.reduction.ordered_sum import TwoLevels, groups_of
-from ddp_core.reduction.parts import PartsInOneLevel, parts_on
-from tests.distributed.level_cases import WORLDS, leaves_of, subtrees, wrong_sums
-from tests.support.thread_group import ThreadGroup, at_once, on_threads, use_threads
+from ddp_core.reduction.parts import PartsInOneLevel
+from tests.distributed.level_cases import WORLDS, subtrees, wrong_sums
+from tests.support.thread_group import ThreadGroup, on_threads, use_threads
 from tests.support.wording import refusing
 
 CPU = torch.device("cpu")
 WAYS = ["messages", "in pieces", "chunks", "collectives", "host memory", "host memory in pieces"]
-SIZES = [0, 1, 127, 129, 800]
-"""Elements: none, less than a line of memory, more than one, several."""
 
 
 @pytest.fixture(params=WAYS)
@@ -54,26 +48,6 @@ def test_sums_over_nodes_of_any_shape_equal_the_tree(world: str, way: str) -> No
         return found + list(wrong_sums(group, [range(size)], counts, f"{world}, {way}, in one level"))
 
     assert on_threads(size, wrong) == [[]] * size
-
-
-def parts_of(leaves: Tensor, cuts: Sequence[slice], group: Any) -> Tensor:
-    """What a rank gets of the sum over contiguous shares."""
-    share = share_of(len(leaves), group.rank(), group.size())
-    folding = parts_on(group, (), CPU).fold(
-        subtrees(leaves, share.start, share.stop), leaves[0], plan_for(len(leaves), group.size()), cuts
-    )
-    (total,) = at_once(folding)
-    return total
-
-
-@pytest.mark.parametrize("elements", SIZES)
-def test_each_rank_keeps_the_sum_of_its_own_part(elements: int, way: str) -> None:
-    for world_size, micro_batches in itertools.product((2, 3), (2, 5)):
-        leaves = leaves_of(elements, micro_batches, elements, torch.float32)
-        (expected,) = subtrees(leaves, 0, micro_batches)
-        cuts = cut(elements, world_size, torch.float32)
-        found = on_threads(world_size, functools.partial(parts_of, leaves, cuts))
-        assert all(torch.equal(one, expected[part]) for one, part in zip(found, cuts, strict=True))
 
 
 def test_a_sum_in_rounds_is_whole_on_every_rank_where_that_sends_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,8 +293,7 @@ def test_the_whole_of_a_state_is_put_together_on_the_first_rank() -> None:
         }
         state: dict[str, Any] = {
             name: CutTensor(
-                *form,
-                {at: torch.tensor(values, dtype=form[0]) for at, values in pieces[rank - 1][name].items()},
+                *form, {at: torch.tensor(values, dtype=form[0]) for at, values in pieces[rank - 1][name].items()}
             )
             for name, form in forms.items()
         }

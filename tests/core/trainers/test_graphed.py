@@ -12,17 +12,8 @@ from torch import Tensor, nn
 
 from ddp_core.cli.prepare import check_request, prepare
 from ddp_core.config.options import Asked
-from ddp_core.model.losses import cross_entropy
 from ddp_core.trainers.graphed import CudaRecorder, GraphedPasses, Replay
-from tests.core.trainers.test_trainers import (
-    CPU,
-    batch_norm_and_dropout,
-    digests,
-    experiment,
-    mlp,
-    samples,
-    trainer_of,
-)
+from tests.core.trainers.test_trainers import CPU, experiment
 from tests.support.wording import refusing
 
 
@@ -54,33 +45,6 @@ class StandIn:
                 parameter.grad = before
 
         return replay
-
-
-def graphed(build: Callable[[], nn.Module], steps: int = 5, **fields: Any) -> tuple[tuple[str, str], StandIn]:
-    """The digests of a training whose passes are recorded, and its recorder."""
-    with trainer_of(experiment(**fields), build, train=samples(16 * steps - 2), guard="off") as trainer:
-        recorder = StandIn(trainer.state.model)
-        trainer.strategy.passes = GraphedPasses(trainer.job.experiment, cross_entropy, CPU, recorder)
-        trainer.train()
-        return digests(trainer), recorder
-
-
-def direct(build: Callable[[], nn.Module], steps: int = 5, **fields: Any) -> tuple[str, str]:
-    with trainer_of(experiment(**fields), build, train=samples(16 * steps - 2), guard="off") as trainer:
-        trainer.train()
-        return digests(trainer)
-
-
-@pytest.mark.parametrize("reduction", ["exact", "plain"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("build", [mlp, batch_norm_and_dropout])
-def test_replays_train_as_the_passes_do(build: Callable[[], nn.Module], precision: str, reduction: str) -> None:
-    """The last micro-batch of the epoch has two samples less than the others, and runs without a recording."""
-    fields = {"reduction": reduction, "precision": precision, "last_batch": "keep", "epochs": 2}
-    found, recorder = graphed(build, **fields)
-    assert found == direct(build, **fields)
-    assert recorder.warm_ups == 3
-    assert recorder.replays == 2 * 2 * (5 * 4 - 1), "a forward and a backward for each whole micro-batch"
 
 
 class Branching(nn.Module):

@@ -373,10 +373,7 @@ class RaisesAtBadLosses(StepObserver):
 def test_a_bad_loss_is_what_ends_the_run_where_an_observer_raises_at_it() -> None:
     data = samples(64)
     data.inputs[GlobalOrder(64, 0).ids(0, 32, 48)[13]] = math.nan
-    with (
-        trainer_of(experiment(), train=data, observers=(RaisesAtBadLosses(),)) as trainer,
-        refusing() as raised,
-    ):
+    with trainer_of(experiment(), train=data, observers=(RaisesAtBadLosses(),)) as trainer, refusing() as raised:
         trainer.train()
     assert "the observer's own words" in str(raised.value.__context__)
 
