@@ -22,12 +22,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_core.base.seeds import share_of
-from ddp_core.reduction import ExactReduction, GradientTree, OrderedSum, Subtree, canonical_subtrees, fold
-from ddp_core.reduction.collectives import CollectiveExchange
+from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.messages import PointToPoint
-from ddp_core.reduction.one_level import plan_for, sum_in_one_level
-from ddp_core.reduction.parts import Parts, PartsInOneLevel
+from ddp_core.reduction.parts import Parts
 from ddp_core.reduction.round_sum import RoundSum
 
 SAMPLES = 3
@@ -132,13 +129,14 @@ def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """Start gloo, and end it in an order that cannot hang."""
+    """Start gloo, and end it in an order that cannot hang; no communication thread may be left."""
     dist.init_process_group("gloo")
     try:
         yield
     finally:
         gc.collect()
         dist.destroy_process_group()
+    assert "exact-reduction" not in [thread.name for thread in threading.enumerate()]
 
 
 WAYS = ("contiguous", "strided", "strided in parts")
@@ -175,13 +173,14 @@ def _train(case: Case, world_size: int, shares: Literal["contiguous", "strided"]
             exact.begin(micro_batches)
             for index in exact.share:
                 assert exact.remaining[0] == index
-                with exact.micro_batch(index), torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+                weighed = exact.micro_batch(index, weight=1.0 + index)
+                with weighed, torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
                     torch.manual_seed(1000 * step + index)
                     outputs = exact.module(inputs[index])
                     cross_entropy(outputs, targets[index], reduction="sum").backward()
             assert not exact.remaining
             exact.finish(scale=1 / (SAMPLES * micro_batches))
-            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            exact.clip_gradients_(1.0)
             optimizer.step()
         result = digest_of(net, optimizer)
         unused = [name for name, parameter in net.named_parameters() if parameter.grad is None]
@@ -233,64 +232,6 @@ def case_of(micro_batches: int) -> Case:
 MICRO_BATCHES = range(5, 13)
 
 
-def random_sum(seed: int, group: dist.ProcessGroup) -> list[str]:
-    """Sum random leaves over the group by each way of exchange; return the cases that differ from one process."""
-    rank, world_size = group.rank(), group.size()
-    generator = random.Random(seed)
-    micro_batches = generator.randint(1, 12)
-    elements = generator.choice([0, 1, 2, 7, 100, 1023, 5000])
-    dtype = generator.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
-    torch.manual_seed(seed)
-    leaves = (torch.randn(micro_batches, elements) * 10.0 ** torch.randint(-3, 4, (micro_batches, 1))).to(dtype)
-
-    whole = GradientTree(micro_batches)
-    for leaf in leaves:
-        whole.push([leaf.clone()])
-    (expected,) = whole.subtrees[0].tensors
-    assert expected is not None
-
-    share = share_of(micro_batches, rank, world_size)
-    wrong = []
-    for name, exchange in (
-        ("chosen", OrderedSum(group)),
-        ("point to point", PointToPoint(group)),
-        ("collectives", CollectiveExchange(group)),
-        ("through host memory", OrderedSum(group)),
-    ):
-        own = []
-        for span in canonical_subtrees(share.start, share.stop, micro_batches):
-            parts = [Subtree(cut_leaf, [leaves[cut_leaf.first].clone()]) for cut_leaf in canonical_leaves(span)]
-            (subtree,) = fold(parts, micro_batches)
-            own.append(subtree.tensors[0])
-        out = own[-1] if own and generator.random() < 0.5 else torch.full_like(expected, float("nan"))
-        if isinstance(exchange, OrderedSum):
-            with mock.patch("ddp_core.reduction.ordered_sum.goes_through_host", return_value=name != "chosen"):
-                exchange(own, out, micro_batches)
-        elif world_size > 1 and elements:
-            sum_in_one_level(exchange, own, out, plan_for(micro_batches, world_size))
-        else:
-            continue
-        if not torch.equal(out, expected):
-            wrong.append(f"{name}: seed {seed}, M={micro_batches}, {elements} elements, {dtype}")
-    if world_size > 1:
-        messages = PointToPoint(group)
-        for way, through_host in ((messages, False), (CollectiveExchange(group), False), (messages, True)):
-            with mock.patch.object(way, "one_round_bytes", way.one_round_bytes if seed % 3 else -1):
-                if not torch.equal(sum_in_rounds(PartsInOneLevel(way, through_host), list(leaves)), expected):
-                    wrong.append(f"{way} in rounds: seed {seed}, M={micro_batches}, {elements} elements, {dtype}")
-    return wrong
-
-
-def sums_without_the_first(rank: int, world_size: int) -> list[str]:
-    """`random_sum` over a group without rank 0, where an exchange with all ranks cannot be."""
-    group = dist.new_group(range(1, world_size)) if world_size > 1 else None
-    seeds = range(4) if group is not None and rank else ()
-    wrong = [f"without rank 0: {message}" for seed in seeds for message in random_sum(seed, group)]
-    # Rank 0 keeps the store that the others' first exchange needs.
-    dist.barrier()
-    return wrong
-
-
 def sum_in_rounds(parts: Parts, leaves: Sequence[Tensor]) -> Tensor:
     """Sum the leaves as ranks with strided shares do."""
     total = RoundSum(parts, leaves[0].numel(), leaves[0], len(leaves))
@@ -302,11 +243,6 @@ def sum_in_rounds(parts: Parts, leaves: Sequence[Tensor]) -> Tensor:
         for _ in total.push(flat):
             pass
     return total.total()
-
-
-def canonical_leaves(span: Any) -> list[Any]:
-    """The single leaves under a node."""
-    return [type(span)(leaf, leaf + 1) for leaf in range(*span)]
 
 
 class _Nothing(torch.autograd.Function):
@@ -364,7 +300,7 @@ def zero_signs(world_size: int, present: Sequence[int]) -> dict[str, list[float]
 
 
 def everything(rank: int, world_size: int) -> dict[str, Any]:
-    """Run all cases in the same processes; return their digests by name, and the sums that were wrong."""
+    """Run all cases in the same processes; return their digests by name."""
     with process_group():
         digests = {(name, way): train(case, world_size, way) for name, case in TRAININGS.items() for way in WAYS}
         for seed, way in itertools.product(RANDOM_CASES, WAYS):
@@ -375,11 +311,7 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
                     case_of(count), world_size, WAYS[1 + count // 2 % 2]
                 )
         zeros = [zero_signs(world_size, present) for present in ZEROS]
-        assert dist.group.WORLD is not None
-        wrong = [message for seed in range(20) for message in random_sum(seed, dist.group.WORLD)]
-        wrong += sums_without_the_first(rank, world_size)
-    threads = [thread.name for thread in threading.enumerate() if thread.name == "exact-reduction"]
-    return {"digests": digests, "zeros": zeros, "wrong sums": wrong, "threads": threads}
+    return {"digests": digests, "zeros": zeros}
 
 
 def everything_on_one_process(rank: int, world_size: int) -> dict[str, str]:
@@ -387,58 +319,6 @@ def everything_on_one_process(rank: int, world_size: int) -> dict[str, str]:
     digests = {name: train(case, 0) for name, case in TRAININGS.items()}
     digests |= {f"random {seed}": train(random_case(seed), 0) for seed in RANDOM_CASES}
     return digests | {f"{count} micro-batches": train(case_of(count), 0) for count in MICRO_BATCHES}
-
-
-def controls(rank: int, world_size: int) -> list[str]:
-    """Digests of the "sgd" training: exact, by DDP's all-reduce, by a left fold, and with dropout keyed by rank."""
-    with process_group():
-        return [
-            train(TRAININGS["sgd"], world_size),
-            train_inexactly(TRAININGS["sgd"], world_size, "all-reduce"),
-            train_inexactly(TRAININGS["sgd"], world_size, "left fold"),
-            train_inexactly(TRAININGS["sgd"], world_size, "keys by rank"),
-        ]
-
-
-def train_inexactly(case: Case, world_size: int, way: str) -> str:
-    """Train as `train` does, but with one part done in the usual, inexact `way`."""
-    torch.manual_seed(0)
-    net = case.net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    module = wrap(net) if way == "all-reduce" else net
-    exact = ExactReduction(net, case.micro_batches, process_group=dist.group.WORLD)
-    for step, micro_batches in enumerate(case.steps):
-        generator = torch.Generator().manual_seed(step)
-        inputs = torch.randn(micro_batches, SAMPLES, *case.sample_shape, generator=generator)
-        targets = torch.randint(0, CLASSES, (micro_batches, SAMPLES), generator=generator)
-        exact.begin()
-        left_to_right = [torch.zeros_like(parameter) for parameter in net.parameters()]
-        share = list(exact.share)
-        for index in range(micro_batches) if way == "left fold" else share:
-            torch.manual_seed(1000 * step + (index if way != "keys by rank" else share.index(index)))
-            if way == "keys by rank":
-                with exact.micro_batch(index):
-                    cross_entropy(net(inputs[index]), targets[index], reduction="sum").backward()
-            elif way == "left fold":
-                net.zero_grad()
-                cross_entropy(net(inputs[index]), targets[index], reduction="sum").backward()
-                for total, parameter in zip(left_to_right, net.parameters(), strict=True):
-                    total += parameter.grad
-            elif index != share[-1]:
-                with module.no_sync():
-                    cross_entropy(module(inputs[index]), targets[index], reduction="sum").backward()
-            else:
-                cross_entropy(module(inputs[index]), targets[index], reduction="sum").backward()
-        if way == "keys by rank":
-            exact.finish(scale=1 / (SAMPLES * micro_batches))
-        else:
-            for total, parameter in zip(left_to_right, net.parameters(), strict=True):
-                factor = 1 if way == "left fold" else world_size
-                parameter.grad = (total if way == "left fold" else parameter.grad) * factor / (SAMPLES * micro_batches)
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-    exact.close()
-    return digest_of(net, optimizer)
 
 
 def fail_on_one_rank(
@@ -479,45 +359,6 @@ def fail_on_one_rank(
 
 def _fail(*_: Any) -> Any:
     raise RuntimeError("failed on purpose")
-
-
-def leave_a_parameter_out(
-    rank: int, world_size: int, shares: Literal["contiguous", "strided"], steps: range = range(1)
-) -> str:
-    """Leave a parameter without gradient in rank 0's last micro-batch, without telling DDP that this may happen.
-
-    In those of three steps.
-    """
-    dist.init_process_group("gloo")
-    layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-
-    class Optional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers
-
-        def forward(self, rows: Tensor, both: bool) -> Tensor:
-            return self.layers[1](self.layers[0](rows) if both else rows)
-
-    module = wrap(Optional())
-    exact = ExactReduction(module, 4, shares=shares)
-    message = ""
-    try:
-        for step in range(3):
-            for index in exact.share:
-                with exact.micro_batch(index):
-                    both = index != exact.share[-1] or rank > 0 or step not in steps
-                    module(torch.ones(1, 2), both).sum().backward()
-            exact.finish()
-            for parameter in module.parameters():
-                parameter.grad = None
-    except RuntimeError as error:
-        message = str(error)
-    exact.close()
-    del exact, module
-    gc.collect()
-    dist.destroy_process_group()
-    return message
 
 
 def give_no_gradient_in_a_later_step(rank: int, world_size: int) -> str:
@@ -585,14 +426,17 @@ def disagree(rank: int, world_size: int) -> list[str]:
     messages = []
     odd = rank == 2
     with process_group():
-        for what in ("nothing", "threads", "micro-batches", "shares", "shape", "memory", "number", "weights"):
+        for what in ("nothing", "threads", "micro-batches", "shares", "shape", "memory", "type", "number", "weights"):
             torch.set_num_threads(2 if odd and what == "threads" else 1)
             torch.manual_seed(odd and what == "weights")
             net = nn.Sequential(nn.Conv2d(2, 4 if odd and what == "shape" else 3, 3))
+            if odd and what == "type":
+                net.double()
             if odd and what == "memory":
                 net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             net[0].bias.requires_grad = not (odd and what == "number")
-            shares: Literal["contiguous", "strided"] = "strided" if odd and what == "shares" else "contiguous"
+            is_strided = odd if what == "shares" else what == "weights"
+            shares: Literal["contiguous", "strided"] = "strided" if is_strided else "contiguous"
             micro_batches = 2 if odd and what == "micro-batches" else 4
             try:
                 with ExactReduction(net, micro_batches, process_group=dist.group.WORLD, shares=shares) as exact:
@@ -608,7 +452,7 @@ def keyed_loss(module: nn.Module, index: int) -> Tensor:
     return module(torch.randn(2, 1, 6, 6)).square().mean()
 
 
-def many_small_buckets(rank: int, world_size: int, nodes: int) -> tuple[str, list[str]]:
+def many_small_buckets(rank: int, world_size: int, nodes: int) -> str:
     """Train a deep network for a few steps, with one bucket per parameter, each summed in two levels on two nodes."""
 
     def deep() -> nn.Module:
@@ -618,10 +462,7 @@ def many_small_buckets(rank: int, world_size: int, nodes: int) -> tuple[str, lis
 
     case = Case(net=deep, sample_shape=(8,), steps=(8,) * 5, ddp={"bucket_cap_mb": 0.00001})
     with process_group():
-        digest = train(
-            case, world_size, "contiguous in parts" if nodes > 1 else "contiguous", rank * nodes // world_size
-        )
-    return digest, [thread.name for thread in threading.enumerate() if thread.name == "exact-reduction"]
+        return train(case, world_size, "contiguous in parts" if nodes > 1 else "contiguous", rank * nodes // world_size)
 
 
 def run_document(rank: int, world_size: int, code: str, distributed: bool) -> str:

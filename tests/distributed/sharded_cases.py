@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,10 +22,10 @@ from ddp_core.reduction.collectives import CollectiveExchange
 from ddp_core.reduction.exchange import Exchange
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.sharding import OwnsPieces
-from tests.distributed.exact_cases import CLASSES, SAMPLES, ConvolutionalNet, bytes_of, digest_of, process_group
+from tests.distributed.exact_cases import CLASSES, SAMPLES, ConvolutionalNet, bytes_of, process_group
 from tests.distributed.put_together import whole_of
 
-Dealt = Literal["contiguous", "strided"]
+Way = Literal["contiguous", "strided", "rows"]
 
 
 class EveryKind(nn.Module):
@@ -133,6 +133,8 @@ class Case:
     clip: float | None = None
     channels_last: bool = False
     autocast: bool = False
+    fewest_elements: int = 1
+    """Of a block that is gathered by itself, where rows are cut."""
 
 
 TRAININGS = {
@@ -141,8 +143,6 @@ TRAININGS = {
     "adamw in a loop": Case(optimizer=adamw_in_a_loop, micro_batches=7, steps=(7, 2, 5)),
     "several groups": Case(optimizer=several_groups, clip=0.1, micro_batches=12, steps=(12, 12)),
     "adagrad": Case(optimizer=adagrad),
-    "several groups, moved": Case(optimizer=several_groups, micro_batches=6, steps=(6, 6, 6, 6)),
-    "adagrad, moved": Case(optimizer=adagrad, micro_batches=6, steps=(6, 6, 6, 6)),
     "channels last": Case(ConvolutionalNet, (1, 6, 6), adamw, channels_last=True, clip=0.1),
     "bfloat16 autocast": Case(ConvolutionalNet, (1, 6, 6), autocast=True, micro_batches=5, steps=(5, 5)),
     "every kind in bfloat16, clipped": Case(optimizer=adamw, autocast=True, clip=0.5, steps=(8, 8)),
@@ -150,7 +150,7 @@ TRAININGS = {
     "a large layer": Case(Large, optimizer=adamw, clip=0.1, micro_batches=7, steps=(7, 7, 2)),
     "two types": Case(TwoTypes, optimizer=adamw, clip=0.1),
 }
-WAYS: tuple[Dealt, ...] = ("contiguous", "strided")
+WAYS: tuple[Way, ...] = ("contiguous", "strided")
 
 
 CARRIERS: dict[str, Callable[[dist.ProcessGroup], Exchange]] = {
@@ -175,67 +175,69 @@ def carried_by(carrier: str) -> Iterator[None]:
 
 @dataclass
 class Training:
-    """A model, its optimizer and reduction, with shards or without."""
+    """A model, its optimizer and reduction: alone (`way` is None), or with shards on the ranks of the process group."""
 
     case: Case
-    way: Dealt | None
-    seed: int = 0
+    way: Way | None
     node: int = 0
 
     def __post_init__(self) -> None:
-        case, group = self.case, dist.group.WORLD if self.way is not None else None
-        torch.manual_seed(self.seed)
+        case = self.case
+        torch.manual_seed(0)
         self.net = case.net()
         if case.channels_last:
             self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = case.optimizer(self.net)
-        self.sharded: OwnsPieces | None = None
-        if self.way is None:
-            self.exact = ExactReduction(self.net, case.micro_batches)
-        else:
-            assert group is not None
-            self.sharded = OwnsPieces(
-                self.net, self.optimizer, case.micro_batches, process_group=group, shares=self.way, node=self.node
-            )
-            self.exact = self.sharded.reduction
+        self.sharded = None if self.way is None else self._cut(self.way)
+        self.exact = ExactReduction(self.net, case.micro_batches) if self.sharded is None else self.sharded.reduction
 
-    def run(self, first: int = 0, stop: int | None = None) -> None:
-        """Train the steps `first` … `stop` - 1."""
+    def _cut(self, way: Way) -> Any:
+        given = self.net, self.optimizer, self.case.micro_batches
+        how: dict[str, Any] = {"process_group": dist.group.WORLD, "node": self.node}
+        if way != "rows":
+            return OwnsPieces(*given, shares=way, **how)
+        from ddp_core.sharding.rows import OwnsRows  # FSDP takes a second to load
+
+        return OwnsRows(*given, fewest_elements=self.case.fewest_elements, **how)
+
+    def run(self) -> None:
+        """Train all steps."""
         case = self.case
-        for step, micro_batches in list(enumerate(case.steps))[first:stop]:
+        for step, micro_batches in enumerate(case.steps):
             generator = torch.Generator().manual_seed(step)
             inputs = torch.randn(micro_batches, SAMPLES, *case.sample_shape, generator=generator)
             targets = torch.randint(0, CLASSES, (micro_batches, SAMPLES), generator=generator)
+
+            def loss(index: int, step: int = step, inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
+                torch.manual_seed(1000 * step + index)
+                with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+                    outputs = self.net(inputs[index])
+                return cross_entropy(outputs.float(), targets[index], reduction="sum")
+
             self.exact.begin(micro_batches)
             for index in self.exact.share:
-                with self.exact.micro_batch(index), torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
-                    torch.manual_seed(1000 * step + index)
-                    outputs = self.net(inputs[index])
-                    cross_entropy(outputs, targets[index], reduction="sum").backward()
+                with self.exact.micro_batch(index):
+                    loss(index).backward()
+            for _ in range(self.sharded.idle_passes if self.sharded is not None else 0):
+                with self.sharded.idle_pass():
+                    (0.0 * loss(0)).backward()
             self.exact.finish(scale=1 / (SAMPLES * micro_batches))
+            if step == 1:
+                self.digest()  # a look at the state changes nothing
             if case.clip is not None:
                 self.exact.clip_gradients_(case.clip)
             self.optimizer.step()
 
-    def state(self) -> dict[str, Any] | None:
-        """The whole state of the optimizer."""
-        return self.optimizer.state_dict() if self.sharded is None else self.sharded.whole_state()
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Load the whole state of an optimizer."""
-        if self.sharded is None:
-            self.optimizer.load_state_dict(state)
-        else:
-            self.sharded.load_state(state)
-
     def digest(self) -> tuple[str, str]:
-        """SHA-256 of weights and buffers, and of the whole optimizer state (rank 0's)."""
-        state = self.state()
-        if self.sharded is not None:
-            whole = whole_of({"model": self.sharded.own_weights(), "optimizer": self.sharded.own_state()})
-            assert described(whole["model"]) == described(self.net.state_dict())
-            assert state is None or described(whole["optimizer"]) == described(state)
-        return digest_of(self.net), described(state)
+        """Of weights and buffers, and of the whole optimizer state (rank 0's, as are the weights that lie in rows)."""
+        if self.sharded is None:
+            return described(self.net.state_dict()), described(self.optimizer.state_dict())
+        weights = self.sharded.whole_weights() if self.way == "rows" else self.net.state_dict()
+        found = described(weights), described(self.sharded.whole_state())
+        whole = whole_of({"model": self.sharded.own_weights(), "optimizer": self.sharded.own_state()})
+        for here, together in zip(found, (whole["model"], whole["optimizer"]), strict=True):
+            assert here in (described(None), described(together))
+        return found
 
     def state_bytes(self) -> int:
         """Bytes of this rank's optimizer state, but for the counts of steps."""
@@ -243,9 +245,12 @@ class Training:
         return sum(value.nbytes for name, value in entries if name != "step")
 
     def close(self) -> None:
+        """Nothing may outlive the process group."""
+        self.exact.close()
         if self.sharded is not None:
             self.sharded.close()
-        self.exact.close()
+        self.__dict__.clear()
+        gc.collect()
 
 
 def described(state: Any) -> str:
@@ -262,65 +267,42 @@ def described(state: Any) -> str:
     return repr(state)
 
 
+def trained(case: Case, way: Way | None, node: int = 0) -> tuple[tuple[str, str], int]:
+    """The digest of a training, and the bytes of this rank's optimizer state."""
+    training = Training(case, way, node)
+    training.run()
+    net, found = training.net, (training.digest(), training.state_bytes())
+    if way in WAYS:
+        assert [name for name, each in net.named_parameters() if each.grad is not None] == []
+    training.close()
+    if way in WAYS:
+        assert not any(each._post_accumulate_grad_hooks for each in net.parameters())
+    return found
+
+
 def everything(rank: int, world_size: int, carrier: str, names: Sequence[str]) -> dict[str, Any]:
-    """Train each case with shards in both ways; return the digests, bytes of state, and the threads that are left."""
+    """Train each case with shards in both ways; return the digests and bytes of state."""
     digests: dict[tuple[str, str], tuple[str, str]] = {}
     bytes_kept: dict[str, int] = {}
     with process_group(), carried_by(carrier):
-        for name in names:
-            for way in WAYS:
-                training = Training(TRAININGS[name], way)
-                training.run()
-                left = [key for key, each in training.net.named_parameters() if each.grad is not None]
-                assert left == [], left
-                digests[name, way] = training.digest()
-                bytes_kept[name] = training.state_bytes()
-                training.close()
-                assert not any(each._post_accumulate_grad_hooks for each in training.net.parameters())
-                del training
-    threads = [thread.name for thread in threading.enumerate() if thread.name == "exact-reduction"]
-    return {"digests": digests, "bytes": bytes_kept, "threads": threads}
+        for name, way in itertools.product(names, WAYS):
+            digests[name, way], bytes_kept[name] = trained(TRAININGS[name], way)
+    return {"digests": digests, "bytes": bytes_kept}
 
 
 def alone(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Any]:
     """The same trainings without shards, in one process: their digests, and the bytes of their state."""
-    digests, bytes_kept = {}, {}
-    for name in names:
-        training = Training(TRAININGS[name], None)
-        training.run()
-        digests[name], bytes_kept[name] = training.digest(), training.state_bytes()
-    return {"digests": digests, "bytes": bytes_kept}
+    found = {name: trained(TRAININGS[name], None) for name in names}
+    return {
+        "digests": {name: each[0] for name, each in found.items()},
+        "bytes": {n: each[1] for n, each in found.items()},
+    }
 
 
 def both(rank: int, world_size: int, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """`everything`, and `alone` on rank 0: fewer processes to start."""
     reference = alone(rank, 1, names) if rank == 0 else {}
     return everything(rank, world_size, "messages", names), reference
-
-
-def moved(rank: int, world_size: int, name: str) -> list[tuple[str, str]]:
-    """Train a case one step each without shards, with contiguous and strided shards, and without, each from a whole
-    state; return the digests at the end, and those of a training that was never moved.
-    """
-    case = TRAININGS[name]
-    assert len(case.steps) > 3
-    with process_group():
-        training = Training(case, None)
-        training.run(0, 1)
-        ways: tuple[Dealt | None, ...] = ("contiguous", "strided", None)
-        for step, way in enumerate(ways, start=1):
-            box = [training.net.state_dict(), training.state()]
-            dist.broadcast_object_list(box, src=0)
-            training.close()
-            # Another seed: everything comes from the state.
-            training = Training(case, way, seed=step)
-            training.net.load_state_dict(box[0])
-            training.load(box[1])
-            training.run(step, None if way is None else step + 1)
-        found = [training.digest()]
-        training = Training(case, None)
-        training.run()
-        return [*found, training.digest()]
 
 
 class CheckpointedTwice(nn.Module):
@@ -337,7 +319,7 @@ class CheckpointedTwice(nn.Module):
         return hidden
 
 
-def fail_on_one_rank(rank: int, world_size: int, where: str, way: Dealt) -> str:
+def fail_on_one_rank(rank: int, world_size: int, where: str, way: Way) -> str:
     """Train until rank 1 fails in its third step; return the error that this rank saw."""
     dist.init_process_group("gloo")
     training = Training(Case(), way)
@@ -377,25 +359,7 @@ def _fail(*_: Any) -> Any:
     raise RuntimeError("failed on purpose")
 
 
-def disagree(rank: int, world_size: int) -> list[str]:
-    """Construct on ranks of which one has no shards; return what the refusals say."""
-    messages = []
-    with process_group():
-        for odd in (None, 1):
-            torch.manual_seed(0)
-            net = nn.Linear(4, 4)
-            group = dist.group.WORLD
-            try:
-                if rank == odd:
-                    ExactReduction(net, 4, process_group=group).close()
-                else:
-                    OwnsPieces(net, torch.optim.SGD(net.parameters()), 4, process_group=group).reduction.close()
-            except ValueError as error:
-                messages.append(str(error))
-    return messages
-
-
-def gradients_alive(rank: int, world_size: int, way: Dealt) -> tuple[int, int]:
+def gradients_alive(rank: int, world_size: int, way: Way) -> tuple[int, int]:
     """Bytes of all gradients of a model, and the most bytes of gradients that were alive between two backwards."""
     layers, width = 24, 100
     # Two layers in each flat tensor.

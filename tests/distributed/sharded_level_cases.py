@@ -21,17 +21,14 @@ def with_shards(rank: int, world_size: int, world: str, thorough: bool) -> dict[
     node, in_parts = node_of(rank, world), mock.patch.object(PointToPoint, "one_round_bytes", -1)
     with process_group(), in_parts:
         for name in PIECES if thorough else PIECES[:1]:
-            for way in (None, *pieces_cases.WAYS) if rank == 0 else pieces_cases.WAYS:
-                training = pieces_cases.Training(pieces_cases.TRAININGS[name], way, node=node)
-                training.run()
-                weights, state = training.digest()
-                digests.setdefault(name, []).append((weights, state) if rank == 0 else weights)
-                training.close()
-                del training
+            digests[name] = of_rank(rank, pieces_cases.TRAININGS[name], pieces_cases.WAYS, node)
         for name in ROWS if thorough else ROWS[:1]:
-            for size in (0, world_size) if rank == 0 else (world_size,):
-                with rows_cases.training(rows_cases.CASES[name], size, node=node) as made:
-                    made.train()
-                    if (state := made.state()) is not None:
-                        digests.setdefault(f"rows: {name}", []).append(rows_cases.digest_of(state))
+            digests[f"rows: {name}"] = of_rank(rank, rows_cases.CASES[name], ("rows",), node)
     return digests
+
+
+def of_rank(rank: int, case: pieces_cases.Case, ways: tuple[pieces_cases.Way, ...], node: int) -> list[Any]:
+    """Weights and the optimizer's state on rank 0, first those of one process; of other ranks the weights."""
+    if rank == 0:
+        return [pieces_cases.trained(case, way, node)[0] for way in (None, *ways)]
+    return [pieces_cases.trained(case, way, node)[0][0] for way in ways]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from ddp_core.config.layout import SHARD_MODES
 from ddp_core.record.reading import Run
+from tests.distributed.resuming import digests
 from tests.support.commands import ddp, train, trained
 from tests.support.layout_cases import FILES
 
@@ -26,10 +26,6 @@ def kind(name: str) -> tuple[str, ...]:
 
 def writing(name: str) -> tuple[str, ...]:
     return (WRITING, "--set", f"model.kind={name}")
-
-
-def digests(record: dict[str, Any]) -> tuple[str, str]:
-    return record["weights_sha256"], record["optimizer_sha256"]
 
 
 def refusal(output: Path, *words: str) -> str:

@@ -1,4 +1,4 @@
-"""torch.compile keeps the promise: a compiled model ends with the same bits on every layout."""
+"""torch.compile keeps the promise on every layout but `dp`, which refuses it: each replica would be a copy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import train
+from tests.support.commands import ddp, train
 from tests.support.layout_cases import FILES
 
 
@@ -17,3 +17,30 @@ def test_a_compiled_model_has_one_digest(tmp_path: Path) -> None:
     alone = train(tmp_path / "single", *short)
     ranks = train(tmp_path / "ddp", *short, ranks=2)
     assert alone["weights_sha256"] == ranks["weights_sha256"]
+
+
+TEXT = """
+import torch
+from torch import nn
+from ddp_core import Component, Experiment
+
+def model():
+    layers = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 1))
+    {}
+    return layers
+
+experiment = Experiment(
+    name="mine", data=Component(name="toy_data"), loss="mean_squared_error", global_batch_size=8, micro_batch=4,
+    max_steps=1,
+)
+"""
+PART = 'layers[0] = torch.compile(layers[0], backend="eager")'
+
+
+@pytest.mark.parametrize("made", [PART, 'layers[0].compile(backend="eager")'])
+def test_replicas_of_a_compiled_model_are_refused(made: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TEXT.format(made))
+    words = ("train", tmp_path / "mine.py", "--device", "cpu", "--output", tmp_path / "out", "--layout", "dp")
+    ended = ddp(*words, "--nproc-per-node", "2")
+    assert ended.code == 2, ended.errors
+    assert "torch.compile under --layout dp" in ended.errors

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ddp_core.cli.compare import compare_runs
 from ddp_core.record.reading import Run
+from tests.distributed.resuming import digests
 from tests.support.commands import ddp, train, trained
 from tests.support.layout_cases import ADAMW_MLP
 
@@ -32,10 +32,6 @@ def child(parent: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     output = tmp_path_factory.mktemp("child")
     record = train(output, *WORDS, "--fork", str(parent), "--at", "10", *CHANGES)
     return trained(output)[0].path, digests(record)
-
-
-def digests(record: dict[str, Any]) -> tuple[str, str]:
-    return record["weights_sha256"], record["optimizer_sha256"]
 
 
 def refused(output: Path, *words: str, code: int = 2) -> str:

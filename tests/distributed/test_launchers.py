@@ -65,12 +65,6 @@ def test_mp_spawn(tmp_path: Path, reference: tuple[str, str], start: Callable[..
 TRAIN = ["-m", "ddp_core", "train", *TOY, "--layout", "ddp"]
 
 
-@pytest.mark.slow
-def test_torchrun_from_outside(tmp_path: Path, reference: tuple[str, str]) -> None:
-    words = ["--nproc_per_node=1", "--standalone", *TRAIN, "--output", tmp_path]
-    check(tmp_path, reference, "external", ddp(*words, module="torch.distributed.run"))
-
-
 LAUNCH = ["-m", "torch.distributed.launch", "--nproc_per_node=2"]
 
 

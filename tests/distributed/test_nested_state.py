@@ -7,16 +7,12 @@ from pathlib import Path
 import pytest
 
 from ddp_core.base.errors import ExitCode
+from tests.distributed.resuming import digests
 from tests.support.commands import ddp, trained
 from tests.support.layout_cases import FILES
 
 NESTED = str(FILES / "nested_state.py")
 DDP = ("--layout", "ddp", "--nproc-per-node", "2")
-
-
-def digests(output: Path) -> tuple[str, str]:
-    record = trained(output)[1]
-    return record["weights_sha256"], record["optimizer_sha256"]
 
 
 @pytest.mark.full
@@ -42,13 +38,26 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, kind: str, s
     assert ddp(*words, tmp_path / "cut", "--fault", "kill@6", "--synchronous-save", env=env).code != 0
     ended = ddp(*words, tmp_path / "cut", "--resume", "auto", *DDP, "--shard", shard, env=env)
     assert ended.code == 0, ended.errors
-    assert len(trained(tmp_path / "cut")[1]["attempts"]) == 2
-    assert digests(tmp_path / "cut") == digests(tmp_path / "whole")
+    (_, cut), (_, whole) = trained(tmp_path / "cut"), trained(tmp_path / "whole")
+    assert len(cut["attempts"]) == 2
+    assert digests(cut) == digests(whole)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("words", [(), (*DDP, "--shard", "optimizer")], ids=["single", "cut"])
-def test_state_that_no_checkpoint_can_hold_is_refused(words: tuple[str, ...], tmp_path: Path) -> None:
-    ended = ddp("train", NESTED, "--device", "cpu", *words, "--output", tmp_path, env={"KIND": "object"})
+@pytest.mark.parametrize(
+    ("kind", "words", "steps"),
+    [
+        ("object", (), 0),
+        pytest.param("object", (*DDP, "--shard", "optimizer"), 0, marks=pytest.mark.full),
+        pytest.param("late", (), 3, marks=pytest.mark.full),
+    ],
+    ids=["single", "cut", "late"],
+)
+def test_state_that_no_checkpoint_can_hold_is_refused(
+    kind: str, words: tuple[str, ...], steps: int, tmp_path: Path
+) -> None:
+    """After the first update, and where it comes later by the save, which is due at the end."""
+    words = (*words, "--log-every", "1", "--device", "cpu", "--output", str(tmp_path))
+    ended = ddp("train", NESTED, *words, env={"KIND": kind})
     assert (ended.code, "Traceback" in ended.errors) == (ExitCode.BAD_INPUT, False)
     assert "your optimizer, Nested, keeps a state that no checkpoint can hold: state['state.0.newest']" in ended.errors
+    assert trained(tmp_path)[0].metrics.read_text().count('"kind": "step"') == steps

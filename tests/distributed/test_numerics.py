@@ -23,9 +23,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "layout",
-    [("ddp",), pytest.param(("ddp", "--launcher", "spawn"), marks=pytest.mark.slow), ("dp",)],
-    ids=" ".join,
+    "layout", [("ddp",), pytest.param(("ddp", "--launcher", "spawn"), marks=pytest.mark.slow), ("dp",)], ids=" ".join
 )
 def test_layouts_end_with_the_same_bits(alone: dict[str, Any], tmp_path: Path, layout: tuple[str, ...]) -> None:
     ended = ddp("train", *WORDS, "--device", "cpu", "--layout", *layout, "--output", tmp_path)

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.distributed.process_group import Collectives, local_device, process_group
+from ddp_core.distributed.process_group import process_group
 from ddp_core.distributed.world import World
-from ddp_core.observe.lost_peers import is_peer_loss
 from tests.faults.matrix import LATE, record_row
 from tests.support.processes import free_port, run_processes
 
@@ -126,28 +125,3 @@ def test_no_first_rank_is_said_within_the_timeout() -> None:
         pass
     assert raised.value.exit_code == ExitCode.PEERS_LOST
     assert time.monotonic() - started < 60
-
-
-def _lose_a_peer(rank: int, world_size: int) -> tuple[bool, float]:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    with process_group(World.from_environment(), CPU, 200) as collectives:
-        collectives.barrier()
-        if rank == 1:
-            return True, 0.0
-        started = time.monotonic()
-        try:
-            collectives.barrier()
-        except Exception as error:
-            return is_peer_loss(error), time.monotonic() - started
-    return False, 0.0
-
-
-def test_a_peer_that_leaves_is_noticed_at_once() -> None:
-    (noticed, seconds), _ = run_processes(_lose_a_peer, 2)
-    assert noticed
-    assert seconds < 60, "the timeout is 200 s"
-
-
-def test_devices_are_dealt_out_by_local_rank() -> None:
-    assert local_device(World(rank=3, world_size=4, local_rank=3, nproc_per_node=4), "cpu") == CPU
-    assert Collectives(World(), CPU).world == World()

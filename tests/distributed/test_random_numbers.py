@@ -12,7 +12,6 @@ from tests.support.commands import ddp, train, trained
 from tests.support.layout_cases import FILES, digests
 
 CASES = {name: [str(FILES / f"draws_{name}.py")] for name in ("forward", "own_seed", "collate", "optimizer", "metrics")}
-AT_ONCE = {name: [*words, "--synchronous-save", "--checkpoint-every", "1"] for name, words in CASES.items()}
 
 
 @functools.cache
@@ -48,20 +47,12 @@ def test_processes_that_load_data_draw_the_same(tmp_path: Path) -> None:
     assert train(tmp_path, *CASES["collate"], "--workers", "2")["weights_sha256"] == alone()["collate"][0]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "forward"])
-def test_a_run_that_was_killed_draws_on_as_if_it_never_was(name: str, tmp_path: Path) -> None:
-    killed_and_resumed(name, tmp_path)
-
-
 @pytest.mark.full
-def test_a_forward_that_draws_is_killed_and_resumed_on_another_layout(tmp_path: Path) -> None:
-    killed_and_resumed("forward", tmp_path)
-
-
-def killed_and_resumed(name: str, output: Path) -> None:
-    full = [*AT_ONCE[name], "--resume", "auto"]
-    assert ddp("train", *full, "--fault", "kill@3", "--device", "cpu", "--output", output).code == -9
-    record = train(output, *full, ranks=2)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "forward")) for name in CASES])
+def test_a_run_that_was_killed_draws_on_elsewhere_as_if_it_never_was(name: str, tmp_path: Path) -> None:
+    full = [*CASES[name], "--synchronous-save", "--checkpoint-every", "1", "--resume", "auto"]
+    assert ddp("train", *full, "--fault", "kill@3", "--device", "cpu", "--output", tmp_path).code == -9
+    record = train(tmp_path, *full, ranks=2)
     assert len(record["attempts"]) == 2
     assert (record["weights_sha256"], record["optimizer_sha256"]) == alone()[name]
 

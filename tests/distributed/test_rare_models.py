@@ -109,11 +109,14 @@ def test_float64_and_memory_of_numpys_end_alike(tmp_path: Path, words: tuple[str
     assert ends(tmp_path / "other", "float64", *every, *words) == alone
 
 
-def test_a_complex_parameter_is_refused_on_several_ranks(tmp_path: Path) -> None:
+def test_a_complex_parameter_is_refused_on_several_ranks_and_where_losses_are_scaled(tmp_path: Path) -> None:
     assert run(tmp_path / "alone", "complex").code == 0
     ended = run(tmp_path / "ranks", "complex", *RANKS)
     assert ended.code == 2, ended.errors
     assert "scale is complex, and ranks exchange real gradients alone" in ended.errors
+    ended = run(tmp_path / "scaled", "complex", "--set", "precision=fp16")
+    assert (ended.code, "Traceback" in ended.errors) == (2, False), ended.errors
+    assert "precision fp16: scale is complex" in ended.errors
 
 
 @pytest.mark.full

@@ -3,49 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ddp_core.observe.metrics import read_metrics
+from tests.distributed.resuming import AUTO, WORDS, check_whole, digests, kill_at
 from tests.support.commands import ddp, train, trained
 from tests.support.layout_cases import ADAMW_MLP
-
-# An epoch has 23 steps, so that the second epoch begins within the run and checkpoints lie inside epochs.
-WORDS = (ADAMW_MLP, "--set", "max_steps=26", "--checkpoint-every", "5", "--log-every", "1")
-AUTO = ("--resume", "auto")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """The digests of a run that was never killed."""
-    return digests(train(tmp_path_factory.mktemp("undisturbed"), *WORDS))
-
-
-def digests(record: dict[str, Any]) -> tuple[str, str]:
-    return record["weights_sha256"], record["optimizer_sha256"]
-
-
-def kill_at(output: Path, step: int, *words: str, ranks: int = 0) -> None:
-    """Start or resume the run, and have rank 0 killed (SIGKILL) after a step."""
-    # Without synchronous saves, the process may or may not die before its last checkpoint is written.
-    full = [*words, *AUTO, "--synchronous-save", "--fault", f"kill@{step}"]
-    if ranks:
-        with pytest.raises(AssertionError, match=r"ranks \[0\] died with \[-9\]"):
-            train(output, *full, ranks=ranks)
-    else:
-        assert ddp("train", *full, "--device", "cpu", "--output", output).code == -9
-    record = trained(output)[1]
-    assert record["status"] == "running", "nobody was left to write more"
-
-
-def check_whole(output: Path, undisturbed: tuple[str, str], record: dict[str, Any]) -> None:
-    assert record["status"] == "completed"
-    assert digests(record) == undisturbed, "each sample in its step, once"
-    directory, _ = trained(output)
-    steps = [entry["step"] for entry in read_metrics(directory.metrics, "step")]
-    assert steps == sorted(set(steps)), "rolled-back steps are taken back in the metrics"
-    assert steps[-1] == 26
 
 
 def test_killed_alone_and_continued_on_three_ranks(tmp_path: Path, undisturbed: tuple[str, str]) -> None:
@@ -93,30 +57,26 @@ def test_without_restarts_the_launch_ends_with_6_and_can_be_resumed(
     check_whole(tmp_path, undisturbed, train(tmp_path, *WORDS, *AUTO, ranks=2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_plain_reduction_resumes_on_its_own_layout_to_the_same_bits(tmp_path: Path, ranks: int) -> None:
-    words = [*WORDS, "--reduction", "plain"]
-    expected = digests(train(tmp_path / "whole", *words, ranks=ranks))
-    kill_at(tmp_path / "killed", 13, *words, ranks=ranks)
-    record = train(tmp_path / "killed", *words, *AUTO, ranks=ranks)
-    assert digests(record) == expected
+DIGITS = ("digits", "--set", "max_steps=6", "--set", "memory_format=channels_last", "--checkpoint-every", "2")
 
 
 @pytest.mark.slow
-def test_half_precision_resumes_with_its_scaler(tmp_path: Path) -> None:
-    words = [*WORDS, "--set", "precision=fp16"]
-    expected = digests(train(tmp_path / "whole", *words))
-    kill_at(tmp_path / "killed", 13, *words)
-    assert digests(train(tmp_path / "killed", *words, *AUTO, ranks=2)) == expected
-
-
-@pytest.mark.slow
-def test_channels_innermost_resume_with_the_optimizers_states_in_their_places(tmp_path: Path) -> None:
-    words = ["digits", "--set", "max_steps=6", "--set", "memory_format=channels_last", "--checkpoint-every", "2"]
-    expected = digests(train(tmp_path / "whole", *words))
-    kill_at(tmp_path / "killed", 5, *words)
-    assert digests(train(tmp_path / "killed", *words, *AUTO, ranks=2)) == expected
+@pytest.mark.parametrize(
+    ("words", "killed_at", "ranks_before", "ranks_after"),
+    [
+        ((*WORDS, "--reduction", "plain"), 13, 0, 0),
+        ((*WORDS, "--reduction", "plain"), 13, 2, 2),
+        ((*WORDS, "--set", "precision=fp16"), 13, 0, 2),
+        (DIGITS, 5, 0, 2),
+    ],
+    ids=["plain", "plain on its own layout", "half precision with its scaler", "channels innermost"],
+)
+def test_other_trainings_resume_to_the_same_bits(
+    tmp_path: Path, words: tuple[str, ...], killed_at: int, ranks_before: int, ranks_after: int
+) -> None:
+    expected = digests(train(tmp_path / "whole", *words, ranks=ranks_before))
+    kill_at(tmp_path / "killed", killed_at, *words, ranks=ranks_before)
+    assert digests(train(tmp_path / "killed", *words, *AUTO, ranks=ranks_after)) == expected
 
 
 @pytest.mark.slow

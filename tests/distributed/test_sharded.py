@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ddp_core.sharding import OwnsPieces
 from tests.distributed import sharded_cases as cases
 from tests.support.processes import run_processes
-from tests.support.wording import refusing
 
 QUICK = ["fused adamw, clipped"]
 """The cases that a fast run trains, on two ranks: uneven, tied, frozen and unused parameters, and batch-norm."""
-WORLD_SIZES = [1, 2, 3, 4, 5]
+WORLD_SIZES = [1, 2, 3, 4, 5, 8]
 
 
 @functools.cache
 def results(world_size: int, carrier: str = "messages") -> list[dict]:
     """The results of all cases on `world_size` ranks; they run once."""
-    return run_processes(cases.everything, world_size, carrier, list(cases.TRAININGS))
+    return run_processes(cases.everything, world_size, carrier, names_for(world_size))
+
+
+def names_for(world_size: int) -> list[str]:
+    """Of the cases that have a micro-batch for each rank."""
+    return [name for name, case in cases.TRAININGS.items() if case.micro_batches >= world_size]
 
 
 @functools.cache
@@ -47,19 +51,14 @@ def test_two_ranks_end_with_the_bits_of_one_process() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("way", cases.WAYS)
-@pytest.mark.parametrize("name", cases.TRAININGS)
-def test_sharded_training_ends_with_the_bits_of_one_process(name: str, way: str, world_size: int) -> None:
-    check(results(world_size), name, way, references())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("carrier", ["collectives", "through host memory"])
-@pytest.mark.parametrize("way", cases.WAYS)
-@pytest.mark.parametrize("name", cases.TRAININGS)
-def test_other_carriers_end_with_the_same_bits(name: str, way: str, carrier: str) -> None:
-    check(results(3, carrier), name, way, references())
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("world_size", "carrier"),
+    [*((size, "messages") for size in WORLD_SIZES), (3, "collectives"), (3, "through host memory")],
+)
+def test_sharded_trainings_end_with_the_bits_of_one_process(world_size: int, carrier: str) -> None:
+    for name, way in itertools.product(names_for(world_size), cases.WAYS):
+        check(results(world_size, carrier), name, way, references())
 
 
 @pytest.mark.slow
@@ -73,29 +72,12 @@ def test_each_rank_keeps_its_part_of_the_optimizers_state(world_size: int) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", ["momentum", "several groups, moved", "adagrad, moved"])
-def test_a_training_goes_on_with_and_without_shards(name: str, world_size: int) -> None:
-    for found, reference in run_processes(cases.moved, world_size, name):
-        assert found == reference
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("way", cases.WAYS)
 @pytest.mark.parametrize("where", ["forward", "hook", "exchange", "update", "gather"])
 def test_an_error_on_one_rank_ends_every_rank(where: str, way: str) -> None:
     messages = run_processes(cases.fail_on_one_rank, 3, where, way)
     assert all(messages), messages
     assert "on purpose" in messages[1]
-
-
-@pytest.mark.slow
-def test_ranks_with_and_without_shards_are_refused_everywhere() -> None:
-    expected = (
-        "the ranks do not agree, so their sums would not: shares is contiguous, in 1 flat tensors on rank 0, "
-        "but contiguous on rank 1"
-    )
-    assert run_processes(cases.disagree, 2) == [[expected]] * 2
 
 
 @pytest.mark.slow
@@ -112,9 +94,3 @@ def test_a_gradient_that_comes_after_its_group_is_sent_is_refused() -> None:
         exact.begin()
         with pytest.raises(RuntimeError, match="use_reentrant=False"), exact.micro_batch(0):
             net(torch.ones(1, 4)).sum().backward()
-
-
-def test_a_model_without_trained_parameters_is_refused() -> None:
-    net = nn.Linear(2, 2).requires_grad_(False)
-    with refusing(ValueError):
-        OwnsPieces(net, torch.optim.SGD(net.parameters(), lr=0.1), 1)

@@ -6,18 +6,17 @@ import functools
 import itertools
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ddp_core.base.digests import optimizer_digest, weights_digest
 from ddp_core.checkpoint import load, newest_valid
 from ddp_core.config.layout import SHARD_MODES, ShardMode
+from tests.distributed.resuming import WORDS, check_whole, kill_at
 from tests.distributed.test_every_name import facts
 from tests.distributed.test_layouts import train_on_two_nodes
-from tests.distributed.test_resume import kill_at
 from tests.support.commands import ddp, train, trained
-from tests.support.layout_cases import ADAMW_MLP, EXACT, LOUD, WHOLE_JOB, digests
+from tests.support.layout_cases import ADAMW_MLP, EVERY_KIND, EXACT, LOUD, WHOLE_JOB, digests
 
 CASES = {
     **EXACT,
@@ -27,14 +26,24 @@ CASES = {
     # All ranks' gradients overflow in the first steps; then the scale is small enough.
     "overflow": [LOUD, "--set", "max_steps=12"],
 }
-WORDS = (ADAMW_MLP, "--set", "max_steps=26", "--checkpoint-every", "5", "--log-every", "1")
+BF16 = ("--set", "precision=bf16")
+# Gradients are clipped in char_transformer. Eight micro-batches each, so that most ranks accumulate several.
+CHARACTERS = ["char_transformer", "--set", "max_steps=2", "--set", "data.stride=512"]
+SHIPPED = {
+    "digits, shorter": ["digits", "--set", "max_steps=3"],
+    "digits, clipped, bf16": ["digits", "--set", "max_steps=2", "--set", "clip_norm=0.1", *BF16],
+    "char_transformer": CHARACTERS,
+    "char_transformer, bf16": [*CHARACTERS, *BF16],
+    "frozen, tied and unused": [EVERY_KIND],
+    "frozen, tied and unused, bf16": [EVERY_KIND, *BF16],
+}
 
 
 @functools.cache
 def alone() -> dict[str, tuple[str, str]]:
     """The digests of every case in one process."""
     with tempfile.TemporaryDirectory() as output:
-        return digests(CASES, Path(output), "single", 1)
+        return digests(CASES | SHIPPED, Path(output), "single", 1)
 
 
 @pytest.mark.slow
@@ -48,12 +57,20 @@ def test_every_case_ends_with_the_bits_of_one_process(tmp_path: Path, shard: Sha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", SHARD_MODES)
-def test_two_nodes_of_two_ranks_end_with_the_bits_of_one_process(tmp_path: Path, shard: ShardMode) -> None:
-    name = "AdamW, clipping, cosine"
-    train_on_two_nodes(tmp_path, *EXACT[name], "--shard", shard)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("shard", ["none", *SHARD_MODES])
+def test_a_shipped_experiment_ends_with_the_bits_of_one_process(tmp_path: Path, shard: ShardMode, count: int) -> None:
+    assert digests(SHIPPED, tmp_path, "ddp", count, shard=shard) == {name: alone()[name] for name in SHIPPED}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["digits, shorter", "char_transformer, bf16", "frozen, tied and unused"])
+@pytest.mark.parametrize("shard", ["none", *SHARD_MODES])
+def test_two_nodes_of_two_ranks_end_with_the_bits_of_one_process(tmp_path: Path, shard: ShardMode, name: str) -> None:
+    train_on_two_nodes(tmp_path, *SHIPPED[name], "--shard", shard)
     record = trained(tmp_path)[1]
-    assert record["layout"]["label"] == f"ddp-2x2-cpu-shard-{shard}"
+    assert record["layout"]["label"] == "ddp-2x2-cpu" + f"-shard-{shard}" * (shard != "none")
     assert (record["weights_sha256"], record["optimizer_sha256"]) == alone()[name]
 
 
@@ -75,14 +92,6 @@ def saved_average(output: Path) -> str:
     return weights_digest(load(checkpoint)["average"])
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output folder of a run in one process that was never killed."""
-    output = tmp_path_factory.mktemp("undisturbed")
-    train(output, *WORDS)
-    return output
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "kills",
@@ -96,7 +105,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_run_goes_on_with_any_other_shard_mode(
-    tmp_path: Path, undisturbed: Path, kills: list[tuple[int, str, int]]
+    tmp_path: Path, undisturbed: tuple[str, str], kills: list[tuple[int, str, int]]
 ) -> None:
     for step, shard, ranks in kills:
         kill_at(tmp_path, step, *WORDS, "--shard", shard, ranks=ranks)
@@ -108,19 +117,14 @@ def test_a_run_goes_on_with_any_other_shard_mode(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("shard", SHARD_MODES)
-def test_a_lost_worker_is_replaced_within_the_launch(tmp_path: Path, undisturbed: Path, shard: ShardMode) -> None:
+def test_a_lost_worker_is_replaced_within_the_launch(
+    tmp_path: Path, undisturbed: tuple[str, str], shard: ShardMode
+) -> None:
     words = [*WORDS, "--layout", "ddp", "--nproc-per-node", "3", "--shard", shard, "--fault", "kill@13:1"]
     ended = ddp("train", *words, "--device", "cpu", "--output", tmp_path)
     assert ended.code == 0, ended.errors
     assert "rank 1 (node 0) was killed (SIGKILL)" in ended.errors
     check_whole(tmp_path, undisturbed, trained(tmp_path)[1])
-
-
-def check_whole(output: Path, undisturbed: Path, record: dict[str, Any]) -> None:
-    """Check that a run ended as the undisturbed one: with each sample in its step, once."""
-    _, expected = trained(undisturbed)
-    names = ("weights_sha256", "optimizer_sha256")
-    assert [record[name] for name in names] == [expected[name] for name in names]
 
 
 @pytest.mark.slow
@@ -162,35 +166,19 @@ def test_a_bad_loss_is_found_on_the_rank_that_had_it(tmp_path: Path, shard: Shar
     assert "loss is nan at step 2 on rank 1 (node 0)" in ended.errors
 
 
-NOT_ELEMENTWISE = '''
-"""Can the norm of a whole parameter be taken where a rank has only a part of it?"""
-
-import torch
-from torch import nn
-
-from ddp_core.config.experiment import Component, Experiment
-
-
-def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(model.parameters())
-
-
-experiment = Experiment(
-    name="whole_matrices",
-    model=Component(name="mlp"),
-    data=Component(name="digits"),
-    global_batch_size=8,
-    micro_batch=4,
-)
-'''
-
-
 @pytest.mark.slow
-def test_an_optimizer_that_needs_whole_parameters_is_refused_in_one_line(tmp_path: Path) -> None:
-    file = tmp_path / "whole_matrices.py"
-    file.write_text(NOT_ELEMENTWISE)
-    words = [file, "--layout", "ddp", "--shard", "optimizer", "--device", "cpu", "--output", tmp_path / "outputs"]
-    ended = ddp("train", *words)
-    assert ended.code == 2, ended.errors
-    assert "Adafactor" in ended.errors
-    assert "Traceback" not in ended.errors
+def test_an_evaluation_gives_the_same_figures_whichever_ranks_have_batches(tmp_path: Path) -> None:
+    """With sharded parameters each forward of it gathers; a block of 65,536 elements is gathered by itself."""
+    short = [ADAMW_MLP, "--set", "model.width=1100", "--set", "max_steps=3", "--set"]
+    # Three ranks have two of four batches, one or none.
+    cases = {
+        "four": [*short, "evaluation.samples_per_batch=100"],
+        "one": [*short, "evaluation.samples_per_batch=999"],
+        "rank 0 has all": [*short, "evaluation.samples_per_batch=100", "--set", "evaluation.where=rank0"],
+    }
+    digests(cases, tmp_path / "alone", "single", 1)
+    digests(cases, tmp_path / "sharded", "ddp", 3, shard="parameters")
+    for number, name in enumerate(cases):
+        alone, sharded = (trained(tmp_path / each / str(number))[1]["result"] for each in ("alone", "sharded"))
+        for figure in ("test_loss", "test_accuracy"):
+            assert sharded[figure] == alone[figure], name

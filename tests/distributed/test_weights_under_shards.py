@@ -180,8 +180,7 @@ def alone(name: str) -> str | None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "shard"),
-    [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],
+    ("name", "shard"), [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES]
 )
 def test_weights_under_shards_are_those_of_one_process_or_refused(name: str, shard: str, tmp_path: Path) -> None:
     ended, digest = train(name, tmp_path, "--layout", "ddp", "--nproc-per-node", "2", "--shard", shard)

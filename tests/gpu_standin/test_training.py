@@ -136,7 +136,7 @@ def test_replicas_of_torch_end_where_one_process_does() -> None:
 
 def _steps_without_waits(reduction: str, cuda_graph: bool) -> int:
     choose_kernels()
-    record = experiment(reduction=reduction, clip_norm=1.0, schedule={"name": "cosine"})
+    record = experiment(reduction=reduction, clip_norm=1.0, ema_decay=0.9, schedule={"name": "cosine"})
     watch = RaisesWhereTheHostWaits()
     options = {"log_every": 1000, "cuda_graph": cuda_graph, "observers": [watch]}
     return finished(record, _net, train=samples(16 * 8), device=torch.device("cuda", 0), **options).steps.total

@@ -68,25 +68,6 @@ def save_under_a_file_limit(directory: Path, limit: int, asynchronous: bool) -> 
         return where, int(error.exit_code), str(error)
 
 
-def stopped_at(directory: Path, point: str, asynchronous: bool) -> None:
-    """Take the fence, save step 30 and stop by SIGSTOP at `point`.
-
-    Once continued, the process ends with the exit code of the save.
-    """
-
-    def stop(reached: str) -> None:
-        if reached == point:
-            _stop_here()
-
-    try:
-        with Checkpointer(
-            directory, keep_last=1, fence=Fence.take(directory), asynchronous=asynchronous, at=stop
-        ) as checkpointer:
-            checkpointer.save(state_of(30), step=30, epoch=0, best=True)
-    except UserError as error:
-        os._exit(int(error.exit_code))
-
-
 def stopped_inside_the_fence(directory: Path) -> None:
     """Take the fence and stop this process while it holds the fence's short lock."""
     with Fence.take(directory).holding():

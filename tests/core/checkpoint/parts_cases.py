@@ -29,7 +29,7 @@ def whole_state(step: int) -> dict[str, Any]:
     weights: OrderedDict[str, Any] = OrderedDict(
         weight=weight,
         again=weight,
-        turned=(torch.arange(40.0).view(5, 8) - step).t(),
+        turned=(torch.arange(40.0, dtype=torch.float64).view(5, 8) - step).t(),
         none=torch.empty(0, 3),
         number=torch.tensor(float(step)),
         statistics=torch.full((7,), float(step)),

@@ -65,22 +65,6 @@ def test_whoever_returns_from_the_copy_finds_all_of_it() -> None:
     assert wrong == []
 
 
-def test_nobody_finds_a_copy_that_another_thread_has_not_finished() -> None:
-    snapshots = Snapshots()
-    state = snapshots.copy(StateTensors([torch.ones(4)]), [])
-    (pair,) = snapshots._left
-    snapshots._left.clear()  # as if a slow thread had taken the pair
-    waiting = threading.Thread(target=snapshots.carry_on)
-    waiting.start()
-    waiting.join(0.2)
-    assert waiting.is_alive()
-    snapshots._left.append(pair)
-    snapshots.carry_on()
-    waiting.join(HANG)
-    assert not waiting.is_alive()
-    assert torch.equal(state[0], torch.ones(4))
-
-
 class _Gate:
     """Holds a save at one point until the gate is opened."""
 

@@ -12,7 +12,7 @@ import pickle
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from tests.core.checkpoint.children import (
     save_under_a_file_limit,
     save_without_end,
     state_of,
-    stopped_at,
     stopped_inside_the_fence,
     take_many,
     wait_until_stopped,
@@ -167,52 +166,27 @@ def test_many_kills_at_random_times_lose_no_committed_checkpoint(tmp_path: Path)
 # Rows 10 and 11: damaged files.
 
 
-def _truncate(checkpoint: Checkpoint) -> None:
-    os.truncate(checkpoint.path, checkpoint.bytes // 2)
+def _edited(checkpoint: Checkpoint, before: str, after: str) -> None:
+    checkpoint.manifest.write_text(checkpoint.manifest.read_text().replace(before, after))
 
 
-def _empty(checkpoint: Checkpoint) -> None:
-    os.truncate(checkpoint.path, 0)
-
-
-def _lose_data(checkpoint: Checkpoint) -> None:
-    checkpoint.path.unlink()
-
-
-def _empty_manifest(checkpoint: Checkpoint) -> None:
-    os.truncate(checkpoint.manifest, 0)
-
-
-def _half_manifest(checkpoint: Checkpoint) -> None:
-    os.truncate(checkpoint.manifest, checkpoint.manifest.stat().st_size // 2)
-
-
-def _future_manifest(checkpoint: Checkpoint) -> None:
-    text = checkpoint.manifest.read_text()
-    checkpoint.manifest.write_text(text.replace("ddp-checkpoint/1", "ddp-checkpoint/9"))
-
-
-def _bar_manifest(checkpoint: Checkpoint) -> None:
-    checkpoint.manifest.unlink()
-    checkpoint.manifest.mkdir()  # Not even root can read it.
-
-
-def _edit_manifest(checkpoint: Checkpoint) -> None:
-    text = checkpoint.manifest.read_text()
-    checkpoint.manifest.write_text(text.replace('"epoch": 0', '"epoch": 1'))
-
-
-def _grow(checkpoint: Checkpoint) -> None:
-    with checkpoint.path.open("ab") as data:
-        data.write(b"\0")
-
-
-DAMAGES = [_truncate, _empty, _lose_data, _empty_manifest, _half_manifest, _future_manifest, _edit_manifest, _grow]
+MANIFEST_DAMAGES: dict[str, Callable[[Checkpoint], Any]] = {
+    "empty manifest": lambda each: os.truncate(each.manifest, 0),
+    "half a manifest": lambda each: os.truncate(each.manifest, each.manifest.stat().st_size // 2),
+    "a later format": lambda each: _edited(each, "ddp-checkpoint/1", "ddp-checkpoint/9"),
+    "edited manifest": lambda each: _edited(each, '"epoch": 0', '"epoch": 1'),
+}
+DAMAGES: dict[str, Callable[[Checkpoint], Any]] = MANIFEST_DAMAGES | {
+    "truncated": lambda each: os.truncate(each.path, each.bytes // 2),
+    "empty": lambda each: os.truncate(each.path, 0),
+    "lost": lambda each: each.path.unlink(),
+    "grown": lambda each: each.path.write_bytes(each.path.read_bytes() + b"\0"),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path: Path, damage: Any) -> None:
-    damage(_save(tmp_path, 10, 20)[0])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path: Path, damage: str) -> None:
+    DAMAGES[damage](_save(tmp_path, 10, 20)[0])
     lines: list[str] = []
     newest = newest_valid(tmp_path, lines.append)
     assert newest is not None
@@ -227,8 +201,8 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(tmp_path: Path, damage: Any) -> None:
-    damage(_save(tmp_path, 10, 20, 30)[0])
+def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(tmp_path: Path, damage: str) -> None:
+    DAMAGES[damage](_save(tmp_path, 10, 20, 30)[0])
     Checkpointer(tmp_path, keep_last=2).save(state_of(40), step=40, epoch=0)
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [40, 20]
     assert _leftovers(tmp_path) == set()
@@ -254,10 +228,14 @@ def test_a_lost_manifest_makes_the_data_a_leftover(tmp_path: Path) -> None:
     assert [path.name for path in sweep(tmp_path)] == ["step-000000020.pt"]
 
 
-@pytest.mark.parametrize("damage", [_empty_manifest, _half_manifest, _future_manifest, _edit_manifest, _bar_manifest])
-def test_the_data_of_a_manifest_that_cannot_be_read_is_no_leftover(tmp_path: Path, damage: Any) -> None:
+@pytest.mark.parametrize("damage", [*MANIFEST_DAMAGES, "a folder in its place"])
+def test_the_data_of_a_manifest_that_cannot_be_read_is_no_leftover(tmp_path: Path, damage: str) -> None:
     [checkpoint] = _save(tmp_path, 10)
-    damage(checkpoint)
+    if damage in MANIFEST_DAMAGES:
+        MANIFEST_DAMAGES[damage](checkpoint)
+    else:
+        checkpoint.manifest.unlink()
+        checkpoint.manifest.mkdir()  # not even root can read it
     assert sweep(tmp_path) == []
     assert checkpoint.path.exists()
 
@@ -276,10 +254,10 @@ def test_data_that_the_disk_does_not_give_back_are_damaged(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_nothing_but_damaged_checkpoints_is_the_end_of_it(tmp_path: Path, damage: Any) -> None:
+def test_nothing_but_damaged_checkpoints_is_the_end_of_it(tmp_path: Path, damage: str) -> None:
     for checkpoint in _save(tmp_path, 10, 20):
-        damage(checkpoint)
-    with pytest.raises(UserError, match=r"2 found, all damaged") as caught:
+        DAMAGES[damage](checkpoint)
+    with pytest.raises(UserError, match=r"2 found, all damaged \(the newest: .*step-000000020") as caught:
         newest_valid(tmp_path)
     assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
     assert "\n" not in str(caught.value)
@@ -466,10 +444,7 @@ def test_a_full_disk_is_seen_before_and_during_the_write(tmp_path: Path) -> None
 
 
 def test_a_read_only_directory_is_met_before_the_first_step(tmp_path: Path) -> None:
-    with (
-        tmpfs(tmp_path / "fixed", "ro") as directory,
-        refusing(),
-    ):
+    with tmpfs(tmp_path / "fixed", "ro") as directory, refusing():
         Checkpointer(directory)
 
 
@@ -506,35 +481,10 @@ def _contents(directory: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "aside"])
-def test_a_writer_that_was_stopped_and_superseded_can_commit_nothing(tmp_path: Path, asynchronous: bool) -> None:
-    for point in ("data partly written", "data renamed", "manifest synced", "manifest renamed", "latest synced"):
-        directory = tmp_path / point.replace(" ", "-")
-        _save(directory, 10)
-        stale = start(stopped_at, directory, point, asynchronous)
-        try:
-            wait_until_stopped(stale)
-            with Checkpointer(directory, keep_last=3, fence=Fence.take(directory)) as checkpointer:
-                checkpointer.save(state_of(20), step=20, epoch=0, best=True)
-                checkpointer.save(state_of(40), step=40, epoch=0)
-            sweep(directory)
-            before = _contents(directory)
-            assert stale.pid is not None
-            os.kill(stale.pid, signal.SIGCONT)
-            stale.join(HANG)
-            assert stale.exitcode == ExitCode.PEERS_LOST, point
-        finally:
-            stale.kill()
-            stale.join()
-        after = _contents(directory)
-        gone = before.keys() - after.keys()
-        assert all(name.endswith(".tmp") or name == "step-000000030.pt" for name in gone), "only its own leftovers go"
-        assert after == {name: digest for name, digest in before.items() if name not in gone}, point
-        assert _leftovers(directory) == {"fence.json", "fence.lock"}
-        assert _is_whole(newest_valid(directory))
-
-
 @pytest.mark.parametrize("point", POINTS[: POINTS.index("old manifest removed")])
-def test_a_writer_that_is_superseded_at_any_point_changes_nothing_afterwards(tmp_path: Path, point: str) -> None:
+def test_a_writer_that_is_superseded_at_any_point_changes_nothing_afterwards(
+    tmp_path: Path, point: str, asynchronous: bool
+) -> None:
     """The successor saves the same step, so what the stale writer would write has the same names."""
     before: dict[str, str] = {}
 
@@ -545,9 +495,14 @@ def test_a_writer_that_is_superseded_at_any_point_changes_nothing_afterwards(tmp
             before.update(_contents(tmp_path))
 
     _save(tmp_path, 10)
-    stale = Checkpointer(tmp_path, keep_last=1, fence=Fence.take(tmp_path), at=supersede)
+    how: dict[str, Any] = {"keep_last": 1, "fence": Fence.take(tmp_path), "at": supersede}
+
+    def save() -> None:
+        with Checkpointer(tmp_path, asynchronous=asynchronous, **how) as stale:
+            stale.save(state_of(30, floats=9), step=30, epoch=0, best=True)
+
     with pytest.raises(Superseded):
-        stale.save(state_of(30, floats=9), step=30, epoch=0, best=True)
+        save()
     after = _contents(tmp_path)
     gone = before.keys() - after.keys()
     assert all(name.endswith(".tmp") or name == "step-000000030.pt" for name in gone), "only its own leftovers go"

@@ -1,4 +1,4 @@
-"""What a save writes, removes, refuses and says, each where the usual tests look at something else."""
+"""What only a close look at checkpoints shows: what is written, removed, refused and said, and races with others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +20,17 @@ import torch
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.refusals import human_bytes
-from ddp_core.checkpoint import Checkpointer, Fence, Superseded, find_checkpoints, load, newest_valid
-from ddp_core.checkpoint.data_file import DataFile
-from ddp_core.checkpoint.loading import difference
-from ddp_core.checkpoint.manifest import Damaged, DataPart, data_name, read_manifest, taken_together
-from ddp_core.checkpoint.parts import CutTensor, put_together, whole_tensors
+from ddp_core.checkpoint import (
+    Checkpointer,
+    Fence,
+    Superseded,
+    best_checkpoint,
+    find_checkpoints,
+    load,
+    newest_valid,
+    sweep,
+)
+from ddp_core.checkpoint.manifest import Damaged, pointed_step, read_manifest
 from ddp_core.checkpoint.state import StateTensors
 from tests.core.checkpoint.children import state_of
 from tests.support.wording import refusing
@@ -57,26 +64,6 @@ def test_times_are_those_of_greenwich(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "fence.json").read_text())
     assert is_now(content["since"])
     assert content["holder"].startswith(f"process {os.getpid()} on ")
-
-
-def test_a_fence_is_asked_and_heard(tmp_path: Path) -> None:
-    for answer in (True, None):
-        with Checkpointer(tmp_path, fence=lambda answer=answer: answer) as checkpointer:
-            save(checkpointer, 1)
-    with (
-        Checkpointer(tmp_path, fence=lambda: False) as checkpointer,
-        pytest.raises(Superseded, match="no longer write"),
-    ):
-        save(checkpointer, 2)
-    with pytest.raises(Superseded, match=r"its fence.json is gone \(this process has 7\)"):
-        Fence(tmp_path, 7).check()
-    with pytest.raises(FileNotFoundError):
-        Fence(tmp_path / "nowhere", 7).check()
-    fence = Fence.take(tmp_path, patience=3.5)
-    assert (fence.directory, fence.token, fence.patience) == (tmp_path, 1, 3.5)
-    Fence.take(tmp_path)
-    with pytest.raises(Superseded, match=rf"process {os.getpid()} on .* took over with token 2 \(this process has 1\)"):
-        fence.check()
 
 
 def test_a_step_is_saved_again_beside_its_damaged_manifest(tmp_path: Path) -> None:
@@ -124,21 +111,6 @@ def test_files_named_before_are_synced_before_the_commit(tmp_path: Path, monkeyp
     assert (tmp_path, True) in synced
 
 
-def test_a_disk_has_room_for_exactly_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"weights": torch.ones(100_000), "step": 1}
-    needed = StateTensors(state).bytes_needed()
-    with Checkpointer(tmp_path) as checkpointer:
-        monkeypatch.setattr("ddp_core.checkpoint.committing.free_bytes", lambda path: needed - 1)
-        with pytest.raises(
-            UserError, match=f"needs {human_bytes(needed)}, has {human_bytes(needed - 1)} for .*step-000000001"
-        ) as raised:
-            checkpointer.save(state, step=1, epoch=0)
-        assert raised.value.exit_code == ExitCode.RESOURCES
-        monkeypatch.setattr("ddp_core.checkpoint.committing.free_bytes", lambda path: needed)
-        checkpointer.save(state, step=1, epoch=0)
-    assert find_checkpoints(tmp_path)[0].bytes <= needed
-
-
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("where", ["free_bytes", "sync"])
 def test_what_the_disk_refuses_names_the_file_and_what_it_would_have_held(
@@ -164,98 +136,153 @@ def test_what_the_disk_refuses_names_the_file_and_what_it_would_have_held(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_data_file_alone_is_hashed_and_its_first_error_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with DataFile(tmp_path / "data") as data:
-        assert data.write(memoryview(b"abcd").cast("H")) == 4
-        data.raise_write_error()
-        assert (data.written, data.sha256[:8]) == (4, "88d4266f")
-        monkeypatch.setattr("ddp_core.base.files.NewFile.write", lambda *_: (_ for _ in ()).throw(OSError(5, "first")))
-        assert data.write(b"ef") == 2
-        assert data.write(b"gh") == 2
-        with pytest.raises(OSError, match="first"):
-            data.raise_write_error()
-        assert data.written == 6
+SAVED = r"checkpoint of step {}: \d+(\.\d+)? \w+ in (\d+\.\d{{3}}) s"
 
 
-def test_differences_are_told_for_some_names_and_counted_for_the_rest() -> None:
-    shapes = {f"w{number}": ["float32", [2]] for number in range(9)}
-    assert difference(shapes, shapes) is None
-    first = {name: shapes[name] for name in list(shapes)[:1]}
-    told = difference({}, shapes)
-    assert told is not None
-    listed = told.removeprefix("missing in it: ").partition(" and ")[0].split(", ")
-    assert listed == list(shapes)[: len(listed)]
-    assert told.endswith(f" and {9 - len(listed)} more")
-    assert difference(first, {}) == "unexpected in it: w0"
-    few = {name: shapes[name] for name in listed}
-    assert difference({}, few) == f"missing in it: {', '.join(few)}"
-    assert difference(first, {"w0": ["float64", [2]]}) == "w0 is float32 [2] there, float64 [2] here"
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_is_told_and_may_be_the_best(tmp_path: Path, asynchronous: bool) -> None:
+    lines: list[str] = []
+    with Checkpointer(tmp_path, asynchronous=asynchronous, on_event=lines.append) as checkpointer:
+        assert checkpointer.last is None
+        for step, best in ((1, True), (2, False), (3, False)):
+            checkpointer.save(state_of(step), step=step, epoch=0, best=best)
+            checkpointer.before_update()
+        checkpointer.close()
+        assert len(find_checkpoints(tmp_path)) == 3  # two are kept, and the best one
+        checkpointer.save(state_of(4), step=4, epoch=0)
+    for step, line in enumerate(lines, start=1):
+        found = re.fullmatch(
+            SAVED.format(step) + (r", training stood still for (\d+\.\d{3}) s" if asynchronous else ""), line
+        )
+        assert found is not None, line
+        assert all(float(seconds) < 60 for seconds in found.groups()[1:])
+    best = best_checkpoint(tmp_path)
+    assert best is not None
+    assert best.step == 1
+    assert len(find_checkpoints(tmp_path)) == 3
 
 
-def test_a_part_under_a_key_with_dots_in_its_names_is_compared(tmp_path: Path) -> None:
-    state = {"model": {"a.b": torch.ones(2), "c": {"d": torch.ones(1)}}, "optimizer": {"e": torch.ones(3)}}
+def test_a_save_that_is_given_up_is_told_with_its_step(tmp_path: Path) -> None:
+    lines: list[str] = []
+    answers = iter([True])
+    with (
+        pytest.raises(Superseded),
+        Checkpointer(tmp_path, fence=lambda: next(answers, False), on_event=lines.append) as checkpointer,
+    ):
+        checkpointer.save(state_of(5), step=5, epoch=0)
+    assert lines[0].startswith("warning: checkpoint of step 5 given up: this process may no longer write to")
+
+
+def test_parameters_come_back_as_plain_tensors_and_views_on_their_own(tmp_path: Path) -> None:
+    whole = torch.arange(6.0)
+    state = {"weight": torch.nn.Parameter(torch.ones(2)), "view": whole[2:4], "grown": torch.ones(2).requires_grad_()}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(state, step=1, epoch=0)
-    checkpoint = newest_valid(tmp_path)
-    assert checkpoint is not None
-    shapes = {name: shape for name, shape in checkpoint.shapes.items() if name.startswith("model")}
-    assert len(shapes) == 2
-    assert load(checkpoint, expect=shapes, only=["model"])["optimizer"]["e"].tolist() == [1, 1, 1]
-    with refusing():
-        load(checkpoint, expect=shapes)
+        assert checkpointer.last is not None
+        found = load(checkpointer.last)
+    assert [(type(each), each.requires_grad) for each in found.values()] == [(torch.Tensor, False)] * 3
+    assert found["view"].tolist() == [2, 3]
+    own = StateTensors(state)
+    assert [type(each) for each in own.tensors] == [torch.Tensor] * 3
+    assert StateTensors({"a": whole}).tensors[0] is whole
 
 
-def test_all_damages_are_counted_and_the_newest_is_told(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
-        save(checkpointer, 1, 2)
-    for step in (1, 2):
-        read_manifest(tmp_path / f"step-00000000{step}.json").path.write_bytes(b"x" * step)
-    with pytest.raises(UserError, match=r"2 found, all damaged \(the newest: step-000000002.*\.pt has 2 bytes"):
-        newest_valid(tmp_path)
+MANIFEST = {
+    "format": "ddp-checkpoint/1",
+    "step": 1,
+    "epoch": 0,
+    "file": "step-000000001.pt",
+    "bytes": 3,
+    "sha256": "0" * 64,
+    "shapes": {"w": ["float32", [2]]},
+    "metadata": {"layout": "single-cpu"},
+    "metric": 0.5,
+    "written_at": "2026-01-01T00:00:00Z",
+}
 
 
-def sealed(path: Path, **fields: Any) -> None:
-    """Change fields of a manifest, and its seal with them."""
-    content = {name: value for name, value in json.loads(path.read_text()).items() if name != "seal"} | fields
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    path.write_text(json.dumps(content | {"seal": hashlib.sha256(text.encode()).hexdigest()}))
-
-
-def test_a_manifest_of_another_format_or_without_a_seal_is_damaged(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
-        save(checkpointer, 1)
+def test_a_manifest_of_long_ago_can_still_be_read(tmp_path: Path) -> None:
     path = tmp_path / "step-000000001.json"
-    sealed(path)
-    assert read_manifest(path).step == 1
-    sealed(path, format="ddp-checkpoint/9")
-    with pytest.raises(Damaged, match="format"):
-        read_manifest(path)
-    path.write_text(json.dumps({"format": "ddp-checkpoint/1"}))
+    path.write_text(json.dumps(MANIFEST | {"seal": "dfea99c8b35171d8bca8b407692193e73847fed4125f0545aa1a4884669968cd"}))
+    assert read_manifest(path).metric == 0.5
+
+
+def test_a_manifest_holds_finite_numbers_only(tmp_path: Path) -> None:
+    content = MANIFEST | {"metric": float("nan")}
+    seal = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    path = tmp_path / "step-000000001.json"
+    path.write_text(json.dumps(content | {"seal": seal}))
     with refusing(Damaged):
         read_manifest(path)
 
 
-def test_parts_are_named_together_by_the_first_and_a_digest_of_their_digests() -> None:
-    parts = [DataPart("a", 1, "12"), DataPart("b", 20, "34"), DataPart("c", 300, "56")]
-    assert taken_together(parts) == DataPart("a", 321, hashlib.sha256(b"123456").hexdigest())
-    assert data_name(7, 1, None) == "step-000000007.pt"
-    assert data_name(7, 2, None) == "step-000000007-2.pt"
-    assert data_name(7, 3, (0, 2)) == "step-000000007-3.part-1-of-2.pt"
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"format": "ddp-checkpoint/9"},
+        {"step": [30]},
+        {"step": 2.0},
+        {"file": 5},
+        {"sha256": 7},
+        {"shapes": []},
+        {"parts": [7]},
+        {"parts": 7},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_manifest_with_other_types_counts_as_damaged(tmp_path: Path, fields: dict[str, Any]) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(state_of(step), step=step, epoch=0)
+    path = tmp_path / "step-000000002.json"
+    content = {name: value for name, value in json.loads(path.read_text()).items() if name != "seal"} | fields
+    seal = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    for text in (json.dumps(content | {"seal": seal}), '{"format": "ddp-checkpoint/1"}', "[" * 100_000, "\x00"):
+        path.write_text(text)
+        lines: list[str] = []
+        found = newest_valid(tmp_path, lines.append)
+        assert found is not None
+        assert (found.step, len(lines)) == (1, 2)
+        assert "checkpoint step-000000002 is damaged" in lines[0]
 
 
-def test_a_tensor_in_pieces_keeps_its_dtype_and_its_order_in_memory() -> None:
-    whole = torch.arange(6, dtype=torch.float64).view(3, 2).t()
-    flat = torch.arange(6, dtype=torch.float64)
-    content = {"state": {"w": None, "x": 5}, "strides": {"w": [1, 2]}, "tied": {}, "pieces": {"w": {0: flat[:4]}}}
-    contents = [content, {"pieces": {"w": {4: flat[4:]}}}]
-    shapes = {"w": ["float64", [2, 3]]}
-    state = put_together(contents, shapes)
-    assert torch.equal(whole_tensors(state)["w"], whole)
-    assert whole_tensors(state)["w"].stride() == whole.stride()
-    assert state["w"].elements(3, 5).tolist() == [3, 4]
-    none = CutTensor(torch.float64, (0,), (1,), {})
-    assert (none.elements(0, 0).dtype, none.elements(0, 0).numel()) == (torch.float64, 0)
-    with refusing(Damaged):
-        put_together(contents, {})
-    with refusing(Damaged):
-        put_together([content | {"pieces": {}}], shapes)
+def test_metadata_that_could_not_be_read_back_are_not_saved(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(200):
+        deep = [deep]
+    for metadata in ({"deep": deep}, {"loss": float("nan")}):
+        with Checkpointer(tmp_path) as checkpointer, refusing(ValueError):
+            checkpointer.save(state_of(1), step=1, epoch=0, metadata=metadata)
+    assert find_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ['{"step": 1e400}', '{"step": "1"}', '{"step": -1}', "[" * 100_000, "\x00"])
+def test_a_pointer_that_points_nowhere_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "best.json").write_text(text)
+    assert pointed_step(tmp_path / "best.json") is None
+
+
+def test_an_old_checkpoint_that_somebody_else_has_removed_is_not_missed(tmp_path: Path) -> None:
+    def remove_the_first() -> None:
+        # The second is complete then, and what is to be removed has been listed.
+        if pointed_step(tmp_path / "latest.json") == 2:
+            (tmp_path / "step-000000001.json").unlink(missing_ok=True)
+
+    with Checkpointer(tmp_path, keep_last=1, fence=remove_the_first) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(state_of(step), step=step, epoch=0)
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [2]
+    assert sweep(tmp_path) == []
+
+
+def test_a_save_does_without_a_niceness_that_the_system_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    with Checkpointer(tmp_path, asynchronous=True) as checkpointer:
+        checkpointer.save(state_of(1), step=1, epoch=0)
+    assert len(find_checkpoints(tmp_path)) == 1

@@ -80,17 +80,6 @@ def test_a_product_is_a_chain_in_every_layout(shape: tuple[int, int, int]) -> No
             assert same_bits(one(left) @ other(right), truth)
 
 
-@pytest.mark.parametrize("threads", [2, 3, 4])
-def test_the_number_of_threads_does_not_matter(threads: int) -> None:
-    left, right = drawn(96, 1100), drawn(1100, 80, key=1)
-    truth = product_in_chains(left.numpy(), right.numpy())
-    torch.set_num_threads(threads)
-    try:
-        assert same_bits(left @ right, truth)
-    finally:
-        torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("rows", [*range(1, 15), 50])
 def test_each_number_of_rows_and_columns_fills_its_tiles(rows: int) -> None:
     """Nothing but the product is written: what lies before, between and after its rows is kept."""

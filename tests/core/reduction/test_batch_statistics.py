@@ -58,18 +58,6 @@ def test_the_update_is_made_in_float32_with_momenta_rounded_from_float64(
             assert torch.equal(getattr(layer, name), expected.to(dtype)), (step, name)
 
 
-def test_a_weight_is_kept_as_it_was_given_and_is_one_by_itself() -> None:
-    layer = nn.BatchNorm1d(3, dtype=torch.float64)
-    statistics = BatchStatistics(layer)
-    statistics.begin()
-    layer(rows(dtype=torch.float64))
-    assert statistics.take(1 / 3)[-1].item() == 1 / 3
-    layer(rows(dtype=torch.float64))
-    assert statistics.take()[-1].item() == 1.0
-    layer(rows(dtype=torch.float64))
-    assert statistics.take(2.0)[-1].item() == 2.0
-
-
 def taken(statistics: BatchStatistics, layers: Sequence[nn.Module], calls: Sequence[int]) -> Tensor:
     """The weights of a micro-batch that calls each layer so often."""
     for layer, count in zip(layers, calls, strict=True):
@@ -95,43 +83,6 @@ def test_a_layer_counts_once_however_often_it_is_called_and_not_where_it_is_not(
         statistics.begin()
         assert taken(statistics, layers, calls).tolist() == calls
         statistics.finish(torch.cat([torch.zeros(12), torch.ones(2)]))
-
-
-def test_other_layers_may_be_active_in_the_next_step() -> None:
-    one, other = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    expected = copy.deepcopy(one)
-    statistics = BatchStatistics(nn.ModuleList([one, other]))
-    for active, idle in ((one, other), (other, one), (one, other)):
-        active.train()
-        idle.eval()
-        statistics.begin()
-        assert list(statistics.layers) == [active]
-        active(rows())
-        statistics.finish(statistics.take())
-    for _ in range(2):
-        expected(rows())
-    assert torch.equal(one.running_mean, expected.running_mean)
-    one.momentum = 0.5
-    expected.momentum = 0.5
-    statistics.begin()
-    one(rows(1))
-    statistics.finish(statistics.take())
-    expected(rows(1))
-    assert torch.equal(one.running_mean, expected.running_mean)
-
-
-def test_layers_may_have_another_dtype_in_the_next_step() -> None:
-    layer = nn.BatchNorm1d(3)
-    expected = copy.deepcopy(layer).double()
-    statistics = BatchStatistics(layer)
-    statistics.begin()
-    statistics.restore()
-    layer.double()
-    statistics.begin()
-    layer(rows().double())
-    statistics.finish(statistics.take())
-    expected(rows().double())
-    assert torch.equal(layer.running_mean, expected.running_mean)
 
 
 class Foreign(nn.BatchNorm1d):

@@ -63,22 +63,6 @@ def in_phases(phases: int, seen: list[str], result: Tensor) -> Transfer:
     return result
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_each_phase_of_a_transfer_has_its_thread_and_the_last_one_runs_the_rest(count: int) -> None:
-    threads = CommunicationThreads("exact-reduction", count, CPU)
-    for position, thread in enumerate(threads._threads):
-        assert (thread.name, thread.daemon) == ("exact-reduction", True)
-        thread.name = str(position)
-    for phases in (0, 1, 3, 5):
-        seen: list[str] = []
-        result = torch.ones(phases + 1)
-        assert threads.submit(in_phases(phases, seen, result), result).wait() is result
-        assert seen == [str(min(phase, count - 1)) for phase in range(phases)]
-    assert threads.error is None
-    assert threads.close()
-    assert not any(thread.is_alive() for thread in threads._threads)
-
-
 def test_after_a_failed_transfer_every_later_one_fails_with_its_error() -> None:
     def failing() -> Transfer:
         yield
@@ -108,40 +92,6 @@ def test_closing_does_not_wait_for_a_transfer_that_hangs() -> None:
     assert threads.close()
 
 
-def test_a_rank_alone_runs_transfers_at_once() -> None:
-    channel, seen = Channel(None, CPU, None), list[str]()
-    assert channel.submit(in_phases(3, seen, torch.ones(2)), torch.ones(2)).wait().tolist() == [1, 1]
-    assert seen == [threading.current_thread().name] * 3
-    assert (channel.error, channel.group, channel.closed) == (None, None, False)
-    own = torch.ones(3)
-    channel.sum([own], own, 1)
-    channel.close()
-    assert channel.closed
-
-
-def test_a_channel_has_as_many_threads_as_its_sums_have_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_threads(monkeypatch)
-
-    def counts(group: Any) -> list[int]:
-        found = []
-        for nodes, phases, device in (
-            (None, None, CPU),
-            ([[0], [1, 2]], None, CPU),
-            (None, 2, CPU),
-            ([[0], [1, 2]], 2, torch.device("meta")),
-        ):
-            channel = Channel(group, device, None, nodes, phases)
-            assert channel._threads is not None
-            assert {thread.name for thread in channel._threads._threads} == {"exact-reduction"}
-            assert channel.group is not group
-            assert channel.error is None
-            found.append(len(channel._threads._threads))
-            channel.close()
-        return found
-
-    assert on_threads(3, counts) == [[1, 3, 2, 1]] * 3
-
-
 def test_an_exchange_after_the_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
 
@@ -159,75 +109,11 @@ def test_an_exchange_after_the_end_is_refused(monkeypatch: pytest.MonkeyPatch) -
         assert found == ["this reduction was closed: make another one to train on"] * 2
 
 
-def test_a_channel_has_a_group_of_its_own_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_threads(monkeypatch)
-    destroyed: list[Any] = []
-    torch_distributed = SimpleNamespace(is_initialized=lambda: True, destroy_process_group=destroyed.append)
-    monkeypatch.setattr("ddp_core.reduction.communication.dist", torch_distributed)
-
-    def closed(group: Any) -> bool:
-        channel = Channel(group, CPU, timedelta(seconds=5))
-        own: Any = channel.group
-        assert own.asked == (CPU, timedelta(seconds=5))
-        assert (channel.closed, channel.ordered_sum.world_size) == (False, 2)
-        channel.close()
-        assert (channel.closed, channel.group, channel.ordered_sum.world_size) == (True, None, 1)
-        return own in destroyed
-
-    assert on_threads(2, closed) == [True, True]
-    assert len(destroyed) == 2
-
-    def alone(group: Any) -> None:
-        channel = Channel(group, CPU, None)
-        assert channel.group is None
-        assert channel._threads is None
-        channel.close()
-
-    on_threads(1, alone)
-    torch_distributed.is_initialized = lambda: False
-    on_threads(2, lambda group: Channel(group, CPU, None).close())
-    assert len(destroyed) == 2
-
-
-def test_the_first_error_of_a_channel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_threads(monkeypatch)
-
-    def failing() -> Transfer:
-        yield from ()
-        raise OSError("on purpose")
-
-    def errors(group: Any) -> str:
-        channel = Channel(group, CPU, None)
-        with pytest.raises(OSError, match="on purpose"):
-            channel.submit(failing(), torch.ones(1)).wait()
-        channel.close()
-        return str(channel.error)
-
-    assert on_threads(2, errors) == ["on purpose"] * 2
-
-
 def timeouts() -> list[timedelta]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
     whole = dist.group.WORLD
     assert whole is not None
     return [timeout_of(own_group(whole, CPU, timeout), CPU) for timeout in (None, timedelta(seconds=3))]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_group_of_its_own_has_the_same_ranks_and_backend(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
-    given: list[Any] = []
-    fake = SimpleNamespace(
-        ProcessGroup=str,
-        get_process_group_ranks={"the group": [0, 2]}.get,
-        get_backend={"the group": "its backend"}.get,
-        get_world_size=lambda: world_size,
-        new_group=lambda ranks, **options: given.append((ranks, options)) or "a new group",
-    )
-    monkeypatch.setattr("ddp_core.reduction.communication.dist", fake)
-    whole: Any = "the group"
-    assert own_group(whole, CPU, timedelta(seconds=3)) == "a new group"
-    expected = {"timeout": timedelta(seconds=3), "backend": "its backend", "group_desc": "exact reduction"}
-    assert given == [([0, 2], {**expected, "use_local_synchronization": world_size == 3})]
 
 
 def test_the_reduction_waits_as_long_as_the_rest_of_the_program_or_as_it_is_told() -> None:

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from ddp_core.base.seeds import share_of
-from ddp_core.reduction.communication import Channel, Transfer, in_last_phase
 from ddp_core.reduction.exchange import cut
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.one_level import plan_for
@@ -75,61 +73,6 @@ def test_each_rank_keeps_the_sum_of_its_own_part_on_nodes_of_any_shape(world: st
         return found
 
     assert on_threads(size, wrong) == [[]] * size
-
-
-@pytest.mark.parametrize("world", ["3 + 1 + 2", "in turns", "2 x 2"])
-def test_sums_in_rounds_on_nodes_have_the_bits_of_the_tree(world: str, way: str) -> None:
-    groups = SEVERAL[world]
-    size = sum(map(len, groups))
-
-    def wrong(group: Any) -> list[int]:
-        parts, found = parts_on(group, groups, CPU), []
-        # Of few elements, all are one rank's part, and the first and the last rank have none.
-        for micro_batches, elements in ((1, ELEMENTS), (size, 7), (2 * size + 1, 200), (3 * size, ELEMENTS)):
-            leaves = leaves_of(micro_batches, micro_batches, elements, torch.float32)
-            total = RoundSum(parts, elements, leaves[0], micro_batches)
-            for first in range(0, micro_batches, size):
-                mine = first + group.rank()
-                at_once(total.push(leaves[mine].clone() if mine < micro_batches else None))
-            if not torch.equal(total.total(), subtrees(leaves, 0, micro_batches)[0]):
-                found.append(micro_batches)
-        return found
-
-    assert on_threads(size, wrong) == [[]] * size
-
-
-def pushing(total: RoundSum, leaf: Tensor) -> Transfer:
-    """The push as a transfer."""
-    yield from total.push(leaf)
-    return leaf
-
-
-def test_sums_that_are_under_way_together_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On three threads: those of rounds, with phases at the same time, and whole ones between them."""
-    use_threads(monkeypatch)
-    monkeypatch.setattr(PointToPoint, "one_round_bytes", -1)
-    nodes, count = WORLDS["2 x 2"], 8
-    leaves = [leaves_of(seed, count, ELEMENTS, torch.float32) for seed in range(5)]
-
-    def summed(group: Any) -> list[Tensor]:
-        channel = Channel(group, CPU, None, nodes)
-        parts = parts_on(channel.group, channel.ordered_sum.groups, CPU)
-        sums = [RoundSum(parts, ELEMENTS, each[0], count) for each in leaves]
-        wholes = []
-        for first in range(0, count, 4):
-            for total, each in zip(sums, leaves, strict=True):
-                channel.submit(pushing(total, each[first + group.rank()].clone()), each[0])
-                whole = each[group.rank()].clone()
-                channel.sum([whole], whole, 4)
-                wholes.append(whole)
-        futures = [channel.submit(in_last_phase(total.total), leaves[0][0]) for total in sums]
-        totals = [future.wait() for future in futures]
-        channel.close()
-        return totals + wholes
-
-    for found in on_threads(4, summed):
-        for total, each in zip(found, [*leaves, *([part[:4] for part in leaves] * 2)], strict=True):
-            assert torch.equal(total, subtrees(each, 0, len(each))[0])
 
 
 def sent(groups: tuple[tuple[int, ...], ...], work: Callable[[Parts], Any]) -> list[tuple[int, int, int]]:
@@ -198,18 +141,3 @@ def test_small_tensors_take_one_level_and_one_round(monkeypatch: pytest.MonkeyPa
     # In one level N leave a node in place of N/2, in 3 messages of each rank.
     assert cuts_and_messages(4 * elements / 2)[1] == 4 * 3
     assert cuts_and_messages(4 * elements / 2 - 1)[1] == 4 * (1 + 1)
-
-
-def test_the_parts_of_a_deputy_are_neighbours() -> None:
-    assert order_of((), 3) == range(3)
-    assert order_of(((0, 1), (2, 3)), 4) == [0, 2, 1, 3]
-    assert order_of(((0, 1, 2), (3,), (4, 5)), 6) == range(6), "nodes with unlike numbers of ranks have one level"
-
-
-def test_one_rank_alone_has_all() -> None:
-    alone, leaf = parts_on(None, (), CPU), torch.ones(3)
-    assert alone.cuts(3, torch.float32, 2) == [slice(0, 3)]
-    (total,) = at_once(alone.fold([leaf], leaf, plan_for(1, 1), [slice(0, 3)]))
-    assert total is leaf
-    alone.gather([(leaf, [slice(0, 3)])])
-    assert leaf.tolist() == [1, 1, 1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,13 +43,6 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return len(ours) == len(theirs) == 4 and all(map(torch.allclose, ours, theirs))
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0, 0.04])
-def test_the_scale_means_what_it_means_to_the_exact_reduction(scale: float) -> None:
-    exact, plain = model(), model()
-    expected = gradients(ExactReduction(exact, MICRO_BATCHES), exact, scale)
-    assert same(gradients(PlainReduction(plain, MICRO_BATCHES), plain, scale), expected)
-
-
 def test_a_parameter_without_a_gradient_has_none_afterwards() -> None:
     module = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
     reduction = PlainReduction(module, 1)
@@ -60,24 +52,6 @@ def test_a_parameter_without_a_gradient_has_none_afterwards() -> None:
     reduction.finish(scale=0.5)
     assert module[0].weight.grad.tolist() == [[0.5, 0.5]]
     assert module[1].weight.grad is None
-
-
-def test_gradients_are_clipped_by_torch_and_left_unscaled_by_themselves() -> None:
-    module = model()
-    reduction = PlainReduction(module, 1)
-    reduction.begin(1)
-    module(torch.ones(2, 5)).square().sum().backward()
-    before = [parameter.grad.clone() for parameter in module.parameters()]
-    reduction.finish()
-    assert all(torch.equal(parameter.grad, old) for parameter, old in zip(module.parameters(), before, strict=True))
-    norm = torch.nn.utils.get_total_norm(before)
-    assert torch.equal(reduction.clip_gradients_(norm.item() / 2), norm)
-    halves = torch.nn.utils.get_total_norm([parameter.grad for parameter in module.parameters()])
-    assert halves.item() == pytest.approx(norm.item() / 2, rel=1e-5)
-
-
-def test_before_the_first_step_its_share_is_that_of_a_whole_step() -> None:
-    assert PlainReduction(model(), MICRO_BATCHES).share == range(MICRO_BATCHES)
 
 
 def _on_two_ranks(rank: int, world_size: int) -> tuple[bool, int]:

@@ -12,17 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ddp_core.reduction import (
-    BatchStatistics,
-    ExactReduction,
-    GradientTree,
-    fold_replicas,
-    share,
-    take_gradients,
-)
+from ddp_core.reduction import BatchStatistics, ExactReduction, GradientTree, take_gradients
 from ddp_core.reduction.communication import CommunicationThreads
 from ddp_core.reduction.exchange import LINE_BYTES, cut
-from ddp_core.reduction.flat import views_of
 from tests.core.reduction.test_tree import by_definition
 from tests.support.wording import refusing
 
@@ -64,31 +56,6 @@ def test_one_process_sums_the_gradients_in_the_tree_and_scales_once() -> None:
             for position, parameter in enumerate(net.parameters()):
                 expected = by_definition([leaf[position] for leaf in separately]) * 0.04
                 assert torch.equal(parameter.grad, expected)
-
-
-def test_threads_with_a_replica_each_have_the_same_bits() -> None:
-    torch.manual_seed(0)
-    net, batches = Net(), inputs(6)
-    replicas, trees = [copy.deepcopy(net) for _ in range(4)], []
-    for rank, replica in enumerate(replicas):
-        own = share(6, rank, 4)
-        statistics = BatchStatistics(replica)
-        statistics.begin()
-        tree = GradientTree(6, own.start, own.stop)
-        for index in own:
-            replica(batches[index]).square().sum().backward()
-            tree.push([*take_gradients(replica.parameters()), statistics.take()])
-        statistics.restore()
-        trees.append(tree)
-    *gradients, total = fold_replicas(trees)
-    statistics = BatchStatistics(replicas[0])
-    statistics.begin()
-    statistics.finish(total)
-    with ExactReduction(net, 6) as exact:
-        step(exact, batches)
-    assert all(torch.equal(a, b.grad) for a, b in zip(gradients, net.parameters(), strict=True))
-    for name, buffer in net.named_buffers():
-        assert torch.equal(buffer, dict(replicas[0].named_buffers())[name]), name
 
 
 def test_running_statistics_are_updated_once_a_step_with_the_mean_over_micro_batches() -> None:
@@ -194,24 +161,6 @@ def test_weights_and_layers_that_were_not_called_are_heard() -> None:
         assert all(torch.equal(a, b) for a, b in zip(untouched.buffers(), nn.BatchNorm1d(3).buffers(), strict=True))
 
 
-def test_statistics_of_low_precision_are_summed_in_float32() -> None:
-    layer = nn.BatchNorm1d(3).bfloat16()
-    statistics = BatchStatistics(layer)
-    statistics.begin()
-    layer(inputs()[0].bfloat16())
-    assert statistics.take().dtype == statistics.zeros().dtype == torch.float32
-    statistics.restore()
-    assert layer.running_mean.dtype == torch.bfloat16
-
-
-def test_a_view_into_a_bucket_has_the_memory_order_of_its_parameter() -> None:
-    dense = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
-    sparse = nn.Parameter(torch.randn(4, 6)[:, ::2])
-    first, second = views_of(torch.arange(108.0), [dense, sparse])
-    assert first.stride() == dense.stride()
-    assert second.tolist() == torch.arange(96.0, 108.0).view(4, 3).tolist()
-
-
 def test_an_unfinished_step_leaves_the_buffers_as_they_were() -> None:
     net = Net()
     before = copy.deepcopy(net.state_dict())
@@ -223,6 +172,34 @@ def test_an_unfinished_step_leaves_the_buffers_as_they_were() -> None:
     assert net.norm.momentum == 0.1
     assert net.average.momentum is None
     assert all(torch.equal(net.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_a_reduction_that_is_closed_in_the_midst_of_a_step_begins_anew() -> None:
+    net = nn.Linear(1, 1)
+    exact = ExactReduction(net, 2)
+    assert exact.remaining == range(2)
+    with exact.micro_batch(0):
+        net(torch.tensor([[100.0]])).sum().backward()
+    exact.close()
+    assert exact.remaining == range(2)
+    with exact:
+        for index in range(2):
+            with exact.micro_batch(index):
+                net(torch.tensor([[1.0 + index]])).sum().backward()
+        exact.finish()
+    assert net.weight.grad is not None
+    assert net.weight.grad.item() == 3.0
+
+
+def test_a_module_without_trained_parameters_has_statistics_all_the_same() -> None:
+    net = nn.BatchNorm1d(1, momentum=1.0, affine=False)
+    with ExactReduction(net, 2) as exact:
+        for index in range(2):
+            with exact.micro_batch(index):
+                net(torch.tensor([[1.0 + index], [3.0 + index]]))
+        exact.finish()
+    assert net.running_mean is not None
+    assert net.running_mean.tolist() == [2.5]
 
 
 def test_another_number_of_micro_batches_holds_for_one_step() -> None:
@@ -261,20 +238,6 @@ def test_a_number_of_threads_that_nobody_chose_is_warned_of(
         ExactReduction(Net(), 4)
     assert [warning.filename for warning in caught] == [__file__] * warned
     assert all("computes with 2 threads" in str(warning.message) for warning in caught)
-
-
-def test_what_remains_of_a_share_is_told() -> None:
-    net, batches = Net(), inputs()
-    exact = ExactReduction(net, 4, shares="strided")  # alone, the shares are the same
-    seen = []
-    while not seen or exact.remaining != exact.share:
-        seen.append(exact.remaining)
-        if exact.remaining:
-            with exact.micro_batch(exact.remaining[0]):
-                net(batches[exact.remaining[0]]).sum().backward()
-        else:
-            exact.finish()
-    assert seen == [range(start, 4) for start in range(5)]
 
 
 def test_gradients_from_a_foreign_backward_are_refused() -> None:

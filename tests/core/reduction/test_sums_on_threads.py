@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from ddp_core.base.seeds import share_of
 from ddp_core.reduction import OrderedSum
 from ddp_core.reduction.backends import exchange_among, exchange_on, goes_through_host
-from ddp_core.reduction.exchange import LINE_BYTES, cut, wait_for
 from ddp_core.reduction.messages import PointToPoint
-from ddp_core.reduction.one_level import Plan, plan_for
 from ddp_core.reduction.ordered_sum import TwoLevels, groups_of
-from ddp_core.reduction.parts import PartsInOneLevel, parts_on
-from ddp_core.reduction.round_sum import LeafSum, RoundSum
-from ddp_core.reduction.tree import GradientTree, Span
-from tests.distributed.level_cases import WORLDS, leaves_of, subtrees, wrong_sums
-from tests.support.thread_group import Channel, ThreadGroup, at_once, on_threads, use_threads
+from ddp_core.reduction.parts import PartsInOneLevel
+from tests.distributed.level_cases import WORLDS, subtrees, wrong_sums
+from tests.support.thread_group import ThreadGroup, on_threads, use_threads
 from tests.support.wording import refusing
 
 CPU = torch.device("cpu")
 WAYS = ["messages", "in pieces", "chunks", "collectives", "host memory", "host memory in pieces"]
-SIZES = [0, 1, 127, 129, 800]
-"""Elements: none, less than a line of memory, more than one, several."""
 
 
 @pytest.fixture(params=WAYS)
@@ -56,107 +48,6 @@ def test_sums_over_nodes_of_any_shape_equal_the_tree(world: str, way: str) -> No
         return found + list(wrong_sums(group, [range(size)], counts, f"{world}, {way}, in one level"))
 
     assert on_threads(size, wrong) == [[]] * size
-
-
-def parts_of(leaves: Tensor, cuts: Sequence[slice], group: Any) -> Tensor:
-    """What a rank gets of the sum over contiguous shares."""
-    share = share_of(len(leaves), group.rank(), group.size())
-    folding = parts_on(group, (), CPU).fold(
-        subtrees(leaves, share.start, share.stop), leaves[0], plan_for(len(leaves), group.size()), cuts
-    )
-    (total,) = at_once(folding)
-    return total
-
-
-@pytest.mark.parametrize("elements", SIZES)
-def test_each_rank_keeps_the_sum_of_its_own_part(elements: int, way: str) -> None:
-    for world_size, micro_batches in itertools.product((2, 3), (2, 5)):
-        leaves = leaves_of(elements, micro_batches, elements, torch.float32)
-        (expected,) = subtrees(leaves, 0, micro_batches)
-        cuts = cut(elements, world_size, torch.float32)
-        found = on_threads(world_size, functools.partial(parts_of, leaves, cuts))
-        assert all(torch.equal(one, expected[part]) for one, part in zip(found, cuts, strict=True))
-
-
-def gathered(group: Any) -> list[Tensor]:
-    """Flat tensors of which each rank had one part: unequal, empty, in two tensors at once."""
-    parts, rank = parts_on(group, (), CPU), group.rank()
-    layouts = [[slice(0, 1), slice(1, 1), slice(1, 7)], [slice(0, 4), slice(4, 6), slice(6, 7)]]
-    flats = []
-    for number, cuts in enumerate(layouts):
-        flat = torch.full((7,), torch.nan)
-        flat[cuts[rank]] = torch.arange(7.0)[cuts[rank]] + 10 * number
-        flats.append((flat, cuts))
-    parts.gather(flats)
-    return [flat for flat, _ in flats]
-
-
-def test_parts_are_gathered(way: str) -> None:
-    expected = [torch.arange(7.0), torch.arange(7.0) + 10]
-    for found in on_threads(3, gathered):
-        assert all(map(torch.equal, found, expected))
-
-
-TENSORS = [
-    torch.empty(3, 5),
-    torch.empty(4, dtype=torch.float64),
-    torch.empty(2, 3, 2, 2).to(memory_format=torch.channels_last),
-    torch.empty(()),
-    torch.empty(3, dtype=torch.float64),
-    torch.empty(2, dtype=torch.bfloat16),
-]
-MICRO_BATCHES = 5
-
-
-def a_leaf(number: int) -> list[Tensor | None]:
-    """The gradients of one micro-batch; one is missing in some."""
-    generator = torch.Generator().manual_seed(number)
-    leaf: list[Tensor | None] = []
-    for each in TENSORS:
-        values = torch.randn(each.shape, generator=generator, dtype=each.dtype) * 10.0 ** (3 * number - 6)
-        leaf.append(torch.empty_like(each).copy_(values))
-    leaf[1] = None if number % 2 else leaf[1]
-    return leaf
-
-
-def test_leaves_of_many_tensors_are_summed_in_rounds(way: str) -> None:
-    tree = GradientTree(MICRO_BATCHES)
-    for number in range(MICRO_BATCHES):
-        tree.push(a_leaf(number))
-
-    def summed(group: Any) -> list[Tensor]:
-        total = LeafSum(parts_on(group, (), CPU), Channel(), TENSORS, MICRO_BATCHES)  # type: ignore[arg-type]
-        for first in range(0, MICRO_BATCHES, group.size()):
-            mine = first + group.rank()
-            leaf = a_leaf(mine) if mine < MICRO_BATCHES else None
-            futures = total.push(leaf)
-            assert [future.wait().dtype for future in futures] == [torch.float32, torch.float64, torch.bfloat16]
-        return total.totals()
-
-    for world_size in (2, 3):
-        for found in on_threads(world_size, summed):
-            assert len(found) == len(TENSORS)
-            for one, other, like in zip(found, tree.subtrees[0].tensors, TENSORS, strict=True):
-                assert other is not None
-                assert torch.equal(one, other)
-                assert one.stride() == like.stride()
-
-
-@pytest.mark.parametrize("elements", SIZES)
-def test_a_rank_asks_for_its_own_part_of_a_sum_in_rounds(elements: int, way: str) -> None:
-    leaves = leaves_of(3, MICRO_BATCHES, elements, torch.float32)
-    (expected,) = subtrees(leaves, 0, MICRO_BATCHES)
-    cuts = [slice(0, elements // 3), slice(elements // 3, elements), slice(elements, elements)]
-
-    def own(group: Any) -> Tensor:
-        total = RoundSum(parts_on(group, (), CPU), elements, leaves[0], MICRO_BATCHES, cuts)
-        for first in range(0, MICRO_BATCHES, 3):
-            mine = first + group.rank()
-            at_once(total.push(leaves[mine].clone() if mine < MICRO_BATCHES else None))
-        return total.own_total()
-
-    found = on_threads(3, own)
-    assert all(torch.equal(one, expected[part]) for one, part in zip(found, cuts, strict=True))
 
 
 def test_a_sum_in_rounds_is_whole_on_every_rank_where_that_sends_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,24 +125,6 @@ def test_the_cost_of_one_round_is_what_leaves_the_busiest_node(monkeypatch: pyte
     assert found == [(2 * 2 - 2 * (3 - 1) / 3) * 3 * 4] * 4
 
 
-def test_parts_begin_at_lines_of_memory_and_are_about_equal() -> None:
-    line = LINE_BYTES // 4
-    assert cut(0, 3, torch.float32) == [slice(0, 0)] * 3
-    assert cut(5 * line + 1, 3, torch.float32) == [
-        slice(0, 2 * line),
-        slice(2 * line, 4 * line),
-        slice(4 * line, 5 * line + 1),
-    ]
-    assert cut(1, 2, torch.float64) == [slice(0, 0), slice(0, 1)]
-    assert [part.stop - part.start for part in cut(400, 2, torch.float64)] == [192, 208]
-
-
-def test_a_plan_leaves_what_its_members_cannot_add_alone() -> None:
-    assert plan_for(6, 4).rest == [(0, 6)]
-    assert Plan(8, [[Span(1, 2)], [Span(2, 4)]]).rest == [(1, 2), (2, 4)]
-    assert Plan(8, [[Span(4, 6)], [Span(0, 2), Span(6, 8)], [Span(2, 4)]]).rest == [(0, 8)]
-
-
 def test_a_rank_that_brings_other_subtrees_than_its_own_is_refused() -> None:
     with refusing(ValueError):
         OrderedSum(None)([torch.ones(1)] * 2, torch.ones(1), 3)
@@ -282,21 +155,3 @@ def test_a_backend_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = "the group"
     assert backends._backend(group, CPU) == "gloo"
     assert backends._backend(group, torch.device("cuda")) == "nccl"
-
-
-def test_members_start_with_different_peers_and_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_threads(monkeypatch)
-    group: Any = ThreadGroup(None, 1, 4)  # type: ignore[arg-type]
-    assert PointToPoint(group).peers == [2, 3, 0]
-
-    def inboxes(group: Any) -> list[list[int]]:
-        exchange, found = PointToPoint(group), []
-        for elements in (8, 4, 16):
-            flat = torch.ones(elements)
-            collected = exchange.collect([flat], flat, [1, 1], [slice(0, elements)] * 2)
-            wait_for([*collected.sent, *(work for _, work in collected.arrivals)])
-            collected.end()
-            found.append([inbox.numel() for inboxes in exchange.inboxes._free.values() for inbox in inboxes])
-        return found
-
-    assert on_threads(2, inboxes) == [[[8], [8], [16]]] * 2

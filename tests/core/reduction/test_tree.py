@@ -8,11 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_core.reduction import GradientTree, Span, canonical_subtrees, fold, fold_replicas, share
-from ddp_core.reduction.contiguous import _flatten, _fold_into_bucket
-from ddp_core.reduction.flat import fill_
 from ddp_core.reduction.one_level import Plan, plan_for
 from tests.support.wording import refusing
 
@@ -169,30 +167,6 @@ def test_a_missing_gradient_adds_nothing_wherever_it_is(values: list[float | Non
         assert one is not None
         assert several is not None
         assert one.view(torch.int32) == several.view(torch.int32) == written_out.view(torch.int32)
-
-
-def test_a_missing_gradient_is_written_as_the_zero_that_adds_nothing() -> None:
-    minus = torch.tensor([-0.0])
-    view = torch.ones(1)
-    fill_([view], [None])
-    assert same_bits(view, minus)
-    assert same_bits(_flatten([None], [view]), minus)
-    # Two parameters, of which only the first has a gradient in the last micro-batch, and only the second before it.
-    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
-    tree = GradientTree(2)
-    tree.push([None, minus.clone()])
-    parameters[0].grad = minus.clone()
-    (bucket,) = _fold_into_bucket(torch.tensor([-0.0, 0.0]), parameters, [0, 1], tree)
-    assert same_bits(bucket, torch.tensor([-0.0, -0.0]))
-    tree = GradientTree(3, 1)
-    tree.push([None, minus.clone()])
-    earlier, last = _fold_into_bucket(torch.tensor([-0.0, 0.0]), parameters, [0, 1], tree)
-    assert same_bits(earlier, torch.tensor([-0.0, -0.0]))
-    assert same_bits(last, torch.tensor([-0.0, -0.0]))
-
-
-def same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    return torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
 
 
 def test_the_tree_refuses_what_does_not_fit() -> None:

@@ -81,20 +81,6 @@ def test_a_call_that_is_refused_gathers_nothing() -> None:
     assert on_threads(2, gathered) == [[0]] * 2
 
 
-def test_calls_of_a_hook_on_the_model_are_compared() -> None:
-    def messages(group: Any) -> str:
-        net = Net()
-
-        def call(*_: Any) -> None:
-            net.layers[group.rank()](torch.ones(1, 2))
-
-        net.register_forward_pre_hook(call)
-        BlockCalls(net, list(net.layers), group)
-        return told(net, [2])
-
-    assert on_threads(2, messages) == ["layers.0 and layers.1"] * 2
-
-
 class Branches(Net):
     """Calls all layers, and makes its output of those that it is told, and of its own weight."""
 

@@ -40,13 +40,6 @@ def test_owned_elements_are_counted_as_they_lie_in_memory_whatever_they_are_read
     assert own.cut_blocks(4) == []
 
 
-def test_what_is_owned_knows_the_form_of_the_whole_and_none_of_its_memory() -> None:
-    whole = nn.Parameter(torch.ones(2, 3, dtype=torch.float64).t())
-    like = Owned("weight", whole, 0, 6, nn.Parameter(torch.ones(6))).like
-    assert (like.dtype, like.shape, like.stride()) == (torch.float64, (3, 2), (1, 3))
-    assert like.is_meta
-
-
 def test_no_other_part_of_a_checkpoint_is_read() -> None:
     parts = in_pieces(IMAGE.detach(), 8, 16)
     foreign = {start: values if start == 8 else values.to("meta") for start, values in parts.pieces.items()}
@@ -58,24 +51,6 @@ def test_no_other_part_of_a_checkpoint_is_read() -> None:
 def test_values_of_another_shape_are_refused_by_name(make: Callable[[], Owned]) -> None:
     with refusing(ValueError):
         make().of_whole(torch.ones(24))
-
-
-def test_a_part_is_saved_by_its_first_element_or_not_at_all() -> None:
-    cut = piece(5, 17).cut_tensor(torch.ones(12, requires_grad=True), torch.float64)
-    assert (cut.dtype, cut.shape, cut.strides) == (torch.float64, (2, 3, 2, 2), (12, 1, 6, 3))
-    assert {start: values.requires_grad for start, values in cut.pieces.items()} == {5: False}
-    assert Owned("image", IMAGE, 0, 0, None).cut_tensor(None, torch.float32).pieces == {}
-
-
-def test_values_are_filled_up_to_the_optimizers_tensor() -> None:
-    values = torch.ones(12)
-    assert piece(5, 17).filled(values) is values
-    assert Owned("image", IMAGE, 5, 17, None).filled(values) is values
-    weight = nn.Parameter(torch.zeros(3, 7))
-    rows = Rows("weight", weight, torch.zeros(7), 1, 3)
-    filled = rows.filled(torch.ones(7))
-    assert filled.shape == rows.tensor.shape
-    assert filled.tolist() == [float(rows.inside.start <= place < rows.inside.stop) for place in range(len(filled))]
 
 
 SHAPES = [(5,), (7, 3), (2, 40), (16, 16), (3, 1, 11), (33,)]
@@ -111,24 +86,3 @@ def test_rows_of_all_ranks_are_the_whole_and_are_updated_line_by_line(shape: tup
         assert tensor[rows.inside].tolist() == [2.0] * local.numel()
         assert tensor.numel() > local.numel() or tensor.data_ptr() == local.data_ptr()
     assert place == whole.numel()
-
-
-@pytest.mark.parametrize("is_trained", [True, False])
-def test_rows_of_a_frozen_parameter_are_not_trained(is_trained: bool) -> None:
-    for columns in (5, LINE):
-        weight = nn.Parameter(torch.zeros(2, columns), requires_grad=is_trained)
-        rows = Rows("weight", weight, torch.zeros(columns), 0, 2)
-        assert rows.is_trained is rows.tensor.requires_grad is is_trained
-
-
-@pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("shape", [*SHAPES, (0, 4)])
-def test_blocks_that_lie_on_several_ranks_are_known_to_each(shape: tuple[int, ...], world_size: int, size: int) -> None:
-    whole = nn.Parameter(torch.zeros(shape))
-    chunks = whole.detach().chunk(world_size)
-    parts = [chunks[rank].reshape(-1) if rank < len(chunks) else torch.empty(0) for rank in range(world_size)]
-    owners = torch.cat([torch.full_like(part, rank) for rank, part in enumerate(parts)])
-    expected = [number for number, block in enumerate(owners.split(size)) if block.numel() and len(block.unique()) > 1]
-    for rank, part in enumerate(parts):
-        assert Rows("weight", whole, part, rank, world_size).cut_blocks(size) == expected

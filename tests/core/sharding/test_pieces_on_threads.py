@@ -22,6 +22,7 @@ from tests.support.thread_world import on_thread_world
 from tests.support.wording import refusing
 
 STEPS = (5, 1, 4)
+"""The micro-batches of each step: neither two nor three ranks have equal shares of five, or of one."""
 LAYER = nn.Linear(2, 2)
 Dealt = Literal["contiguous", "strided"]
 
@@ -86,14 +87,31 @@ def optimizer(made: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
 
 
-def train(shares: Dealt | None, group: Any) -> list[Any]:
-    """What a training comes to: of each step the gradients and their norm; the weights; the optimizer's state.
+def two_groups(made: nn.Module) -> torch.optim.Optimizer:
+    """In another sequence than the module's parameters; a step counter beside what is cut."""
+    matrices = [each for each in made.parameters() if each.dim() == 2]
+    others = [each for each in made.parameters() if each.dim() != 2]
+    return torch.optim.AdamW([{"params": others}, {"params": matrices, "lr": 3e-3, "amsgrad": True}], foreach=True)
 
-    `shares`: None for one process that owns all.
-    """
+
+def adagrad(made: nn.Module) -> torch.optim.Optimizer:
+    """Its state is there before its first step."""
+    return torch.optim.Adagrad(made.parameters(), lr=0.01, initial_accumulator_value=0.1)
+
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def train(shares: Dealt | None, make: Make, group: Any) -> list[Any]:
+    """What a training in pieces comes to; `shares`: None for one process that owns all."""
     made = copy.deepcopy(net())
-    updates = optimizer(made)
-    owned: Any = OwnsPieces(made, updates, max(STEPS), process_group=group, shares=shares) if shares else None
+    updates = make(made)
+    how: dict[str, Any] = {"process_group": group, "shares": shares}
+    return trained(made, updates, OwnsPieces(made, updates, max(STEPS), **how) if shares else None)
+
+
+def trained(made: Any, updates: torch.optim.Optimizer, owned: Any) -> list[Any]:
+    """What a training comes to: the norm of each step's gradients, the whole weights, the optimizer's whole state."""
     reduction = owned.reduction if owned else ExactReduction(made, max(STEPS))
     found: list[Any] = []
     for step, micro_batches in enumerate(STEPS):
@@ -101,45 +119,52 @@ def train(shares: Dealt | None, group: Any) -> list[Any]:
         for index in reduction.share:
             with reduction.micro_batch(index):
                 made.loss(step, index).backward()
-        assert not owned or owned.idle_passes == 0
-        reduction.finish(1 / micro_batches)
+        for _ in range(owned.idle_passes if owned else 0):
+            with owned.idle_pass():
+                (0.0 * made.loss(step, 0)).backward()
+        reduction.finish(*([1 / micro_batches] if step else []))
         found.append({"norm": reduction.clip_gradients_(3.0)})
         updates.step()
-    found.append({name: each.clone() for name, each in made.named_parameters()})
-    if owned:
-        found += [owned.whole_weights(), *momenta(owned.whole_state())]
-        reduction.close()
-        owned.close()
-        return found
-    return [*found, made.state_dict(), *momenta(updates.state_dict())]
+    if not owned:
+        return [*found, made.state_dict(), entries(updates.state_dict())]
+    found += [owned.whole_weights(), entries(owned.whole_state())]
+    reduction.close()
+    owned.close()
+    return found
 
 
-def momenta(state: Any) -> list[Any]:
-    return [{str(number): each["momentum_buffer"] for number, each in state["state"].items()}] if state else [None]
+def entries(state: Any) -> Any:
+    return state and {f"{number} {name}": each for number, of in state["state"].items() for name, each in of.items()}
 
 
 @functools.cache
-def expected() -> list[Any]:
-    return list(map(bits, train(None, None)))
+def expected(make: Make) -> list[Any]:
+    return list(map(bits, train(None, make, None)))
 
 
-def check(ranks: list[Any]) -> None:
-    assert list(map(bits, ranks[0])) == expected()
+def check(ranks: list[Any], make: Make) -> None:
+    assert list(map(bits, ranks[0])) == expected(make)
     for other in ranks[1:]:
-        # The norms and the weights are everywhere, the momenta are whole on rank 0 alone.
-        assert list(map(bits, other[:-1])) == expected()[:-1]
+        # The norms and the weights are everywhere, the optimizer's state is whole on rank 0 alone.
+        assert list(map(bits, other[:-1])) == expected(make)[:-1]
         assert other[-1] is None
 
 
-@pytest.mark.parametrize(("shares", "world_size"), [("contiguous", 2), ("contiguous", 3), ("strided", 3)])
-def test_a_training_has_the_bits_of_one_process(shares: Dealt, world_size: int) -> None:
-    check(on_thread_world(world_size, functools.partial(train, shares)))
+@pytest.mark.parametrize(
+    ("shares", "world_size", "make"),
+    [
+        *[("contiguous", 2, optimizer), ("contiguous", 3, adagrad), ("contiguous", 5, two_groups)],
+        *[("strided", 2, adagrad), ("strided", 3, optimizer), ("strided", 5, two_groups)],
+    ],
+)
+def test_a_training_has_the_bits_of_one_process(shares: Dealt, world_size: int, make: Make) -> None:
+    check(on_thread_world(world_size, functools.partial(train, shares, make)), make)
 
 
 @pytest.mark.parametrize("group", [None, SimpleNamespace(size=lambda: 1, rank=lambda: 0)], ids=["none", "of one rank"])
 @pytest.mark.parametrize("shares", ["contiguous", "strided"])
 def test_one_rank_alone_exchanges_nothing(shares: Dealt, group: Any) -> None:
-    check([train(shares, group)])
+    check([train(shares, optimizer, group)], optimizer)
 
 
 def refused(make: Callable[[Any], Any]) -> list[str]:
@@ -164,6 +189,15 @@ def test_ranks_that_do_not_fit_together_are_refused() -> None:
         assert message.endswith("micro_batches is 4 on rank 0, but 5 on rank 1")
     for message in refused(lambda group: owns(group, shares=("contiguous", "strided")[group.rank()])):
         assert "shares is contiguous, in 1 flat tensors on rank 0, but strided, in 1" in message
+
+    def owns_on_the_first_alone(group: Any) -> None:
+        if group.rank() == 0:
+            owns(group)
+        else:
+            ExactReduction(copy.deepcopy(LAYER), 4, process_group=group)
+
+    for message in refused(owns_on_the_first_alone):
+        assert "shares is contiguous, in 1 flat tensors on rank 0, but contiguous on rank 1" in message
     assert refused(lambda group: owns(group, **({"shares": "contiguous"} if group.rank() else {}))) == [""] * 2
     assert all("2 ranks" in message for message in refused(lambda group: owns(group, micro_batches=1)))
 
@@ -259,8 +293,7 @@ def test_the_whole_of_a_state_is_put_together_on_the_first_rank() -> None:
         }
         state: dict[str, Any] = {
             name: CutTensor(
-                *form,
-                {at: torch.tensor(values, dtype=form[0]) for at, values in pieces[rank - 1][name].items()},
+                *form, {at: torch.tensor(values, dtype=form[0]) for at, values in pieces[rank - 1][name].items()}
             )
             for name, form in forms.items()
         }
@@ -280,6 +313,15 @@ def test_the_whole_of_a_state_is_put_together_on_the_first_rank() -> None:
     assert whole["nested"][0]["again"] is whole["exact"]
 
 
+def test_ranks_with_parts_of_unlike_tensors_are_refused_before_anything_is_gathered() -> None:
+    def together(group: Any) -> None:
+        part = CutTensor(torch.float32, (2,), (1,), {0: torch.ones(2)})
+        with pytest.raises(ValueError, match="the ranks hold parts of unlike tensors"):
+            whole_on_first({"momentum": part} if group.rank() else {}, group)
+
+    on_thread_world(2, together)
+
+
 @pytest.mark.parametrize("shares", ["contiguous", "strided"])
 def test_the_state_of_one_process_is_loaded_by_each_rank(shares: Dealt) -> None:
     made = copy.deepcopy(net())
@@ -292,11 +334,11 @@ def test_the_state_of_one_process_is_loaded_by_each_rank(shares: Dealt) -> None:
         other = copy.deepcopy(net())
         owned = OwnsPieces(other, optimizer(other), 2, process_group=group, shares=shares)
         owned.load_state(state)
-        return momenta(owned.whole_state())
+        return entries(owned.whole_state())
 
     whole, nothing = on_thread_world(2, loaded)
-    assert list(map(bits, whole)) == list(map(bits, momenta(state)))
-    assert nothing == [None]
+    assert bits(whole) == bits(entries(state))
+    assert nothing is None
 
 
 def test_micro_batches_are_dealt_as_asked() -> None:

@@ -15,16 +15,68 @@ from torch.distributed.tensor import DTensor
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction.refusal import DependsOnLayout
-from ddp_core.sharding import OwnsPieces, Sharding
+from ddp_core.sharding import OwnsPieces
 from ddp_core.sharding.rows import OwnsRows
-from tests.distributed import rows_cases as cases
-from tests.distributed.rows_cases import MICRO_BATCHES, WIDTH, Net, adam, inputs
 from tests.distributed.sharded_cases import described
-from tests.support.processes import run_processes
 from tests.support.thread_world import on_thread_world
 
+MICRO_BATCHES, WIDTH = 5, 6
+
+
+class Layer(nn.Linear):
+    """Writes to its weight when it is told to."""
+
+    writes = False
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.weight.add_(0)
+        return super().forward(rows)
+
+
+class Net(nn.Module):
+    """Two blocks, a tied weight, one of a single row, a frozen one, buffers, and a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.layers = nn.ModuleList(Layer(WIDTH, WIDTH) for _ in range(2))
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+        self.row = nn.Parameter(torch.ones(1, WIDTH))
+        self.frozen = nn.Parameter(torch.ones(3, WIDTH), requires_grad=False)
+        self.told = "at first"
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = self.norm(self.first(rows) * self.row)
+        for layer in self.layers:
+            rows = torch.tanh(layer(rows))
+        return self.last(rows) + self.frozen.sum(0)
+
+    def get_extra_state(self) -> str:
+        return self.told
+
+    def set_extra_state(self, state: str) -> None:
+        self.told = state
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def adam(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01, foreach=True)
+
+
+def inputs() -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
 with torch.random.fork_rng():
-    NETS = [cases.net(0), cases.net(1), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64))]
+    NETS = [net(0), net(1), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64))]
 """Two of other weights, and one of several dtypes: made once, since threads share the random numbers."""
 
 
@@ -38,14 +90,6 @@ def message(action: Callable[[], Any], kind: type[Exception] = ValueError) -> st
     with pytest.raises(kind) as raised:
         action()
     return str(raised.value)
-
-
-def test_a_training_in_rows_is_that_of_one_process_and_mixes_with_nothing() -> None:
-    run_processes(cases.trains_as_one_process, 2)
-
-
-def test_gathers_and_sums_have_groups_of_their_own() -> None:
-    run_processes(cases.has_groups_of_its_own, 2)
 
 
 def test_what_goes_out_has_the_names_and_kinds_of_one_process() -> None:
@@ -84,7 +128,7 @@ def test_blocks_are_freed_after_a_forward_and_what_is_outside_of_them_is_not() -
         owned = owns(group)
         module: Any = owned.module
         with torch.no_grad():
-            module(inputs(0, 0))
+            module(inputs())
         assert not isinstance(module.row, DTensor)
         assert all(isinstance(layer.weight, DTensor) for layer in module.layers)
         owned.reduction.close()
@@ -101,30 +145,16 @@ def test_a_forward_that_writes_to_what_is_freed_is_refused() -> None:
 
         def alone() -> None:
             with owned.forward_alone(), torch.no_grad():
-                module(inputs(0, 0))
+                module(inputs())
 
         def trained() -> None:
             reduction.begin(4)
             with reduction.micro_batch(reduction.share[0]):
-                module(inputs(0, 0)).sum().backward()
+                module(inputs()).sum().backward()
 
         assert "forward changes the parameter layers.1.weight" in message(alone, DependsOnLayout)
         assert "forward changes the parameter layers.1.weight" in message(trained, DependsOnLayout)
         reduction.close()
-
-    on_thread_world(2, check)
-
-
-def test_a_sharding_of_parameters_cuts_rows() -> None:
-    def check(group: Any) -> None:
-        module = copy.deepcopy(NETS[0])
-        optimizer = adam(module)
-        owned = Sharding("parameters").cut(module, optimizer, 4, group)
-        assert type(owned) is OwnsRows
-        assert owned.module is module
-        assert optimizer.param_groups[0]["params"] == [each.tensor for each in owned.owned]
-        assert list(owned.reduction.share) == list(range(group.rank(), 4, 2))
-        owned.reduction.close()
 
     on_thread_world(2, check)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -13,12 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
-from ddp_core.reduction import ExactReduction
 from ddp_core.sharding.rows import OwnsRows
+from tests.core.sharding.test_pieces_on_threads import STEPS, bits, trained
 from tests.support.thread_world import on_thread_world
-
-STEPS = (5, 1, 4)
-"""The micro-batches of each step: neither two nor three ranks have equal shares of five, or of one."""
 
 
 class Sometimes(nn.Module):
@@ -75,41 +74,12 @@ def made_before_the_ranks() -> None:
         net(dtype)
 
 
-def bits(tensors: dict[str, Tensor] | None) -> Any:
-    """Values with their signs, for a comparison."""
-    return tensors and {name: (str(each.dtype), each.stride(), str(each.tolist())) for name, each in tensors.items()}
-
-
 def train(dtype: torch.dtype, group: Any) -> Any:
-    """What a training comes to: of each step the gradients and their norm; the weights; the optimizer's state."""
+    """What a training in rows comes to, or one in one process."""
     made = copy.deepcopy(net(dtype))
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
-    owned: Any = None
-    if group is not None:
-        owned = OwnsRows(made, optimizer, max(STEPS), process_group=group, fewest_elements=1)
-    reduction = ExactReduction(made, max(STEPS)) if owned is None else owned.reduction
-    found: list[Any] = []
-    for step, micro_batches in enumerate(STEPS):
-        reduction.begin(micro_batches)
-        for index in reduction.share:
-            with reduction.micro_batch(index):
-                made.loss(step, index).backward()
-        for _ in range(owned.idle_passes if owned else 0):
-            with owned.idle_pass():
-                (0.0 * made.loss(step, 0)).backward()
-        reduction.finish(*([1 / micro_batches] if step else []))
-        found.append({"norm": reduction.clip_gradients_(3.0)})
-        optimizer.step()
-    if owned:
-        found += [owned.whole_weights(), *states(owned.whole_state())]
-        owned.reduction.close()
-        owned.close()
-        return found
-    return [*found, made.state_dict(), *states(optimizer.state_dict())]
-
-
-def states(state: Any) -> list[Any]:
-    return [{str(number): each["momentum_buffer"] for number, each in state["state"].items()}] if state else [None]
+    how = {"process_group": group, "fewest_elements": 1}
+    return trained(made, optimizer, OwnsRows(made, optimizer, max(STEPS), **how) if group is not None else None)
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, torch.float32), (2, torch.float64), (3, torch.float32)])
@@ -144,20 +114,61 @@ def test_rows_are_sent_as_the_nodes_lie_and_wait_as_they_were_told() -> None:
     assert on_thread_world(4, functools.partial(sent, (7, 7, 8, 8))) == [told] * 4
 
 
-def test_gradients_that_are_made_outside_of_a_micro_batch_are_refused() -> None:
-    def refused(group: Any) -> str:
-        made = copy.deepcopy(net(torch.float32))
-        owned = OwnsRows(made, torch.optim.SGD(made.parameters()), 2, process_group=group, fewest_elements=1)
-        with owned.reduction.micro_batch(group.rank()):
-            made.loss(0, 0).backward()
-        with pytest.raises(RuntimeError) as raised:
-            made.loss(0, 0).backward()
-        owned.reduction.close()  # what the first backward has sent may still be on its way
-        owned.close()
-        return str(raised.value)
+@contextlib.contextmanager
+def in_rows(module: nn.Module, micro_batches: int, group: Any) -> Iterator[tuple[Any, OwnsRows]]:
+    """A copy of the module, of which this rank owns rows."""
+    made = copy.deepcopy(module)
+    owned = OwnsRows(made, torch.optim.SGD(made.parameters()), micro_batches, process_group=group, fewest_elements=1)
+    yield made, owned
+    owned.reduction.close()  # what a backward has sent may still be on its way
+    owned.close()
 
-    for message in on_thread_world(2, refused):
-        assert "backward outside of ExactReduction.micro_batch" in message
+
+def test_gradients_that_are_made_outside_of_a_micro_batch_are_refused() -> None:
+    def refused(group: Any) -> None:
+        with in_rows(net(torch.float32), 2, group) as (made, owned):
+            with owned.reduction.micro_batch(group.rank()):
+                made.loss(0, 0).backward()
+            with pytest.raises(RuntimeError, match=r"backward outside of ExactReduction\.micro_batch"):
+                made.loss(0, 0).backward()
+
+    on_thread_world(2, refused)
+
+
+def test_gradients_that_come_in_several_parts_are_refused() -> None:
+    def twice(made: Net) -> None:
+        made.loss(0, 0).backward()
+        made.loss(0, 0).backward()
+
+    def refused(group: Any) -> None:
+        with in_rows(net(torch.float32), 2, group) as (made, owned):
+            said = r"the block with .* hands over its gradients in several parts"
+            with pytest.raises(RuntimeError, match=said), owned.reduction.micro_batch(group.rank()):
+                twice(made)
+
+    on_thread_world(2, refused)
+
+
+def test_a_step_without_its_idle_pass_is_refused() -> None:
+    def refused(group: Any) -> None:
+        said = ("micro-batch 0 of range.* has not been run", "this rank has not run the step's idle pass")[group.rank()]
+        with in_rows(net(torch.float32), 3, group) as (_, owned):
+            owned.reduction.begin(1)
+            with pytest.raises(RuntimeError, match=said):
+                owned.reduction.finish()
+
+    on_thread_world(2, refused)
+
+
+class Aside(nn.Module):
+    """Uses the weight of a layer without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows @ self.layers[0].weight.T
 
 
 class Experts(nn.Module):
@@ -174,21 +185,29 @@ class Experts(nn.Module):
         return outputs[chosen]
 
 
+def test_a_block_that_is_used_without_a_call_is_refused() -> None:
+    aside = Aside()
+
+    def refused(group: Any) -> None:
+        with in_rows(aside, 2, group) as (made, owned):
+            said = "its forward uses the parameters of a module"
+            with pytest.raises(UserError, match=said), owned.reduction.micro_batch(group.rank()):
+                made(torch.ones(1, 4))
+
+    on_thread_world(2, refused)
+
+
 def test_a_loss_that_depends_on_other_blocks_is_refused() -> None:
     """A backward would gather them in another sequence, and take the parameters of one for those of another."""
-
     experts = Experts()
 
-    def refused(group: Any) -> str:
-        made = copy.deepcopy(experts)
-        owned = OwnsRows(made, torch.optim.SGD(made.parameters()), 2, process_group=group, fewest_elements=1)
-        owned.reduction.begin(2)
-        with pytest.raises(UserError) as raised, owned.reduction.micro_batch(group.rank()):
-            made(torch.ones(1, 4), 2 * group.rank()).sum().backward()
-        return str(raised.value)
+    def refused(group: Any) -> None:
+        with in_rows(experts, 2, group) as (made, owned):
+            said = r"its backward comes to experts\.0 and experts\.2 in another sequence"
+            with pytest.raises(UserError, match=said), owned.reduction.micro_batch(group.rank()):
+                made(torch.ones(1, 4), 2 * group.rank()).sum().backward()
 
-    for message in on_thread_world(2, refused):
-        assert "its backward comes to experts.0 and experts.2 in another sequence" in message
+    on_thread_world(2, refused)
 
 
 def test_the_ranks_of_a_group_need_not_be_all_ranks() -> None:

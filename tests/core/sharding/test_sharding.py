@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ddp_core import sharding
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.config.experiment import Component, DdpOptions, Experiment
 from ddp_core.config.layout import ShardMode
 from ddp_core.experiment.request import promise_broken_by
-from ddp_core.reduction.ordered_sum import OrderedSum
-from ddp_core.sharding import OwnsPieces, Sharding
-from ddp_core.sharding.contiguous import THREADS
-from tests.support.thread_group import on_threads, use_threads
+from ddp_core.sharding import Sharding
 
 _SHARES = {"optimizer": "contiguous", "gradients": "strided"}
 
@@ -97,58 +90,6 @@ def test_parts_that_cannot_be_cut_are_refused_where_something_is(mode: ShardMode
             Sharding(mode).check_parts(*attempt)
 
 
-@pytest.mark.parametrize(("mode", "shares"), [("optimizer", [[0, 1], [2, 3, 4]]), ("gradients", [[0, 2, 4], [1, 3]])])
-def test_what_a_rank_owns_comes_with_the_shares_of_its_mode(
-    mode: ShardMode, shares: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_threads(monkeypatch)
-    made = nn.Linear(50, 50)
-
-    def cut(group: Any) -> list[int]:
-        layer = copy.deepcopy(made)
-        optimizer = torch.optim.SGD(layer.parameters())
-        owned = Sharding(mode).cut(layer, optimizer, 5, group)
-        assert isinstance(owned, OwnsPieces)
-        assert optimizer.param_groups[0]["params"] == [each.tensor for each in owned.owned if each.tensor is not None]
-        assert owned.module is layer
-        owned.close()
-        owned.reduction.close()
-        return list(owned.reduction.share)
-
-    assert on_threads(2, cut) == shares
-
-
-@pytest.mark.parametrize("shares", ["contiguous", "strided"])
-def test_pieces_lie_and_wait_as_they_were_told(shares: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_threads(monkeypatch)
-    made = nn.Linear(3000, 3)
-
-    def pieces(nodes: tuple[int, ...], group: Any) -> Any:
-        layer = copy.deepcopy(made)
-        optimizer = torch.optim.SGD(layer.parameters())
-        owned = OwnsPieces(
-            *(layer, optimizer, 6),
-            process_group=group,
-            timeout=timedelta(seconds=9),
-            shares=shares,
-            node=nodes[group.rank()],
-        )
-        channel: Any = owned._channel
-        owned.reduction.close()
-        told = (channel.ordered_sum.groups, channel.threads, type(owned._parts).__name__)
-        return channel.group.asked, told, [(each.start, each.stop) for each in owned.owned]  # type: ignore[union-attr]
-
-    asked = (torch.device("cpu"), timedelta(seconds=9))
-    one = ((), 1 if shares == "strided" else THREADS, "PartsInOneLevel")
-    several = (((0, 1), (2, 3)), OrderedSum.PHASES, "PartsInTwoLevels")
-    # Of the weight, and of the bias.
-    thirds = [[(0, 3072), (0, 0)], [(3072, 6144), (0, 0)], [(6144, 9000), (0, 3)]]
-    assert on_threads(3, partial(pieces, (7, 7, 7))) == [(asked, one, third) for third in thirds]
-    # The first ranks of both nodes lie side by side.
-    quarters = [[(0, 2048), (0, 0)], [(4096, 7168), (0, 0)], [(2048, 4096), (0, 0)], [(7168, 9000), (0, 3)]]
-    assert on_threads(4, partial(pieces, (7, 7, 8, 8))) == [(asked, several, quarter) for quarter in quarters]
-
-
 @pytest.mark.parametrize("mode", ["optimizer", "gradients", "parameters"])
 def test_a_sharding_passes_on_what_it_is_told(mode: ShardMode, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
@@ -157,29 +98,3 @@ def test_a_sharding_passes_on_what_it_is_told(mode: ShardMode, monkeypatch: pyte
     Sharding(mode).cut("module", "optimizer", 5, "group", node="here")  # type: ignore[arg-type]
     kind = {} if mode == "parameters" else {"shares": _SHARES[mode]}
     assert told == [(("module", "optimizer", 5), {"process_group": "group", "node": "here"} | kind)]
-
-
-def test_each_name_is_there_when_it_is_asked_for() -> None:
-    for name in sharding.__all__:
-        assert getattr(sharding, name).__name__ == name
-    with pytest.raises(AttributeError, match="has no attribute 'OwnsNothing'"):
-        _ = sharding.OwnsNothing
-
-
-@pytest.mark.parametrize("mode", ["optimizer", "gradients"])
-def test_other_weights_on_a_rank_are_refused_before_the_first_step(
-    mode: ShardMode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_threads(monkeypatch)
-    made = nn.Linear(3, 2)
-
-    def begin(group: Any) -> None:
-        layer = copy.deepcopy(made)
-        owned = Sharding(mode).cut(layer, torch.optim.SGD(layer.parameters()), 4, group)
-        with torch.no_grad():
-            layer.bias.add_(group.rank())  # as a checkpoint that one rank has not loaded
-        with pytest.raises(ValueError, match="bias is another on rank 1 than on rank 0"):
-            owned.reduction.begin(4)
-        owned.reduction.close()
-
-    on_threads(2, begin)

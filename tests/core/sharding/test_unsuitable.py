@@ -24,10 +24,7 @@ def doubled(weight: Tensor) -> None:
 
 @pytest.mark.parametrize(
     "put",
-    [
-        lambda weight: weight.register_hook(clamped),
-        lambda weight: weight.register_post_accumulate_grad_hook(doubled),
-    ],
+    [lambda weight: weight.register_hook(clamped), lambda weight: weight.register_post_accumulate_grad_hook(doubled)],
     ids=["hook", "after accumulation"],
 )
 def test_a_hook_on_a_weight_is_not_lost_silently(put: Callable[[Tensor], Any]) -> None:

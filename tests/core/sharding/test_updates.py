@@ -168,55 +168,6 @@ def test_a_state_is_cut_goes_on_and_is_whole_again(has_empty: bool) -> None:
     assert [together([state]) for state in train(None)] == expected
 
 
-def test_what_is_kept_of_no_element_tells_nothing_of_the_others() -> None:
-    def train(group: Any) -> dict[str, Any]:
-        rank = Rank(group, has_empty=True)
-        rank.step(0)
-        rank.step(1)
-        return rank.updates.own_state()
-
-    assert together(on_threads(RANKS, train)) == in_order(state_after(2))
-
-
-def test_an_optimizer_that_has_not_begun_has_no_state() -> None:
-    for state in on_threads(RANKS, lambda group: Rank(group).updates.own_state()):
-        assert state == Kept(groups(parameters())).state_dict()
-
-
-def test_each_rank_keeps_the_state_of_its_part_alone_in_memory_of_its_own() -> None:
-    state = state_after(3)
-    before = in_order(state)
-    ranks = on_threads(RANKS, lambda group: Rank(group))
-    for rank in ranks:
-        rank.updates.load_whole_state(state)
-        parts = {name: own.tensor for name, own in rank.owned.items() if own.tensor is not None}
-        assert set(rank.optimizer.state) == {*parts.values(), rank.whole, "all"}
-        assert [list(map(id, of["params"])) for of in rank.optimizer.param_groups] == [
-            [id(parts[name]) for name in ("number", "long") if name in parts],
-            [
-                id((parts | {"whole": rank.whole})[name])
-                for name in ("none", "whole", "image")
-                if name in {*parts, "whole"}
-            ],
-        ]
-        for number, name in enumerate(("number", "long", "none", "whole", "image")):
-            if name not in {*parts, "whole"}:
-                continue
-            whole, kept = state["state"][number], rank.optimizer.state[parts.get(name, rank.whole)]
-            own = slice(None) if name == "whole" else slice(rank.owned[name].start, rank.owned[name].stop)
-            assert kept["steps"].shape == ()
-            assert kept["past"].maxlen == 2
-            for theirs, value in [
-                (whole["mean"], kept["mean"]),
-                (whole["past"][1], kept["past"][1]),
-                (whole["inner"][0]["square"], kept["inner"][0]["square"]),
-            ]:
-                assert torch.equal(value.view(-1), memory_of(theirs)[own])
-                value.add_(1)
-            kept["steps"].add_(1)
-    assert in_order(state) == before
-
-
 def test_what_is_not_cut_is_saved_as_a_copy() -> None:
     rank = Rank(None, state_after(1))
     rank.updates.own_state()["state"][3]["mean"].add_(1)

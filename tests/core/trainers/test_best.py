@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from torch import nn
 from ddp_core.config.experiment import Experiment
 from ddp_core.trainers.train_state import TrainState
 from tests.support.commands import command
-from tests.support.processes import HANG
 from tests.support.wording import refusing
 
 
@@ -47,14 +45,12 @@ def test_nobody_guesses_whether_more_is_better(best: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("words", "step"), [((), 44), (("--set", "best=min accuracy"), 22)])
-def test_a_run_keeps_the_checkpoint_of_that_evaluation(words: tuple[str, ...], step: int, tmp_path: Path) -> None:
-    ended = command("train", "digits", "--set", "epochs=2", *words, "--output", str(tmp_path), timeout=HANG)
+def test_a_run_keeps_the_checkpoint_of_that_evaluation(tmp_path: Path) -> None:
+    words = ("--set", "epochs=2", "--set", "best=min accuracy", "--output", str(tmp_path))
+    ended = command("train", "digits", *words)
     assert ended.code == 0, ended.errors
     (pointer,) = tmp_path.glob("*/*/checkpoints/best.json")
-    found = re.search(r"step\D*0*(\d+)", pointer.read_text())
-    assert found is not None
-    assert int(found[1]) == step, pointer.read_text()
+    assert "step-000000022" in pointer.read_text()
 
 
 OWN_FIGURE = """
@@ -80,7 +76,7 @@ experiment = Experiment(name="own", model=Component(name="small_cnn"), data=Comp
 def test_a_wrong_name_is_said_before_training(metrics: str, best: str, said: str | None, tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(OWN_FIGURE.replace("metrics(", f"{metrics}(").replace("BEST", repr(best)))
-    ended = command("train", str(file), "--set", "max_steps=1", "--output", str(tmp_path / "out"), timeout=HANG)
+    ended = command("train", str(file), "--set", "max_steps=1", "--output", str(tmp_path / "out"))
     assert ended.code == (0 if said is None else 2), ended.errors
     assert (said or "") in ended.errors
     assert bool(list(tmp_path.rglob("run.json"))) == (said is None), "a refused run leaves no directory"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,24 @@ from tests.support.wording import refusing
 
 
 class Notes(Callback):
-    def __init__(self, stop_at: int | None = None, stop: StopRequest | None = None) -> None:
+    """Notes what it is told, and does something `then`."""
+
+    def __init__(self, then: Callable[[str, Moment], None] = lambda *_: None) -> None:
         self.moments: list[tuple[str, Moment]] = []
-        self.stop_at, self.stop = stop_at, stop
+        self.then = then
 
     def on_step(self, moment: Moment) -> None:
-        self.moments.append(("step", moment))
-        if self.stop is not None and moment.step == self.stop_at:
-            self.stop.reason = "a test"
+        self.note("step", moment)
 
     def on_epoch(self, moment: Moment) -> None:
-        self.moments.append(("epoch", moment))
+        self.note("epoch", moment)
 
     def on_end(self, moment: Moment) -> None:
-        self.moments.append(("end", moment))
+        self.note("end", moment)
+
+    def note(self, kind: str, moment: Moment) -> None:
+        self.moments.append((kind, moment))
+        self.then(kind, moment)
 
 
 def test_callbacks_are_told_of_every_step_epoch_and_the_end() -> None:
@@ -59,67 +64,51 @@ def test_callbacks_are_told_of_every_step_epoch_and_the_end() -> None:
 
 def test_a_run_that_is_stopped_has_no_end() -> None:
     with StopRequest() as stop:
-        notes = Notes(stop_at=2, stop=stop)
+        notes = Notes(lambda _, moment: setattr(stop, "reason", "a test" if moment.step == 2 else None))
         with trainer_of(experiment(), callbacks=[notes], stop=stop) as trainer, pytest.raises(Stopped):
             trainer.train()
     assert {kind for kind, _ in notes.moments} == {"step"}
 
 
-class Breaks(Callback):
-    def __init__(self, moment: str) -> None:
-        setattr(self, moment, self._break)
-
-    def _break(self, moment: Moment) -> Any:
-        raise KeyError("no such figure")
-
-
-@pytest.mark.parametrize("moment", ["on_step", "on_epoch", "on_end"])
+@pytest.mark.parametrize("moment", ["step", "epoch", "end"])
 def test_what_a_callback_raises_is_the_experiments(moment: str) -> None:
-    with trainer_of(experiment(), callbacks=[Breaks(moment)]) as trainer, pytest.raises(KeyError) as failure:
+    def fail(kind: str, _: Moment) -> None:
+        if kind == moment:
+            raise KeyError("no such figure")
+
+    with trainer_of(experiment(), callbacks=[Notes(fail)]) as trainer, pytest.raises(KeyError) as failure:
         trainer.train()
     exit_code, line = blame.unforeseen(failure.value)
     assert exit_code == ExitCode.BAD_INPUT
     assert "KeyError: 'no such figure'" in line
 
 
-class Stops(Callback):
+def stops_at(kind: str, step: int) -> Notes:
     """Asks to end the run at a moment of a step."""
 
-    def __init__(self, method: str, step: int) -> None:
-        self.calls: list[tuple[str, int, bool]] = []
-        self.method, self.step = method, step
-
-    def on_step(self, moment: Moment) -> None:
-        self._note("on_step", moment)
-
-    def on_epoch(self, moment: Moment) -> None:
-        self._note("on_epoch", moment)
-
-    def on_end(self, moment: Moment) -> None:
-        self._note("on_end", moment)
-
-    def _note(self, method: str, moment: Moment) -> None:
-        self.calls.append((method, moment.step, moment.is_evaluated))
-        if (method, moment.step) == (self.method, self.step):
+    def ask(told: str, moment: Moment) -> None:
+        if (told, moment.step) == (kind, step):
             moment.stop("first")
             moment.stop("second")
 
+    return Notes(ask)
+
 
 @pytest.mark.parametrize(
-    ("method", "step", "last"),
-    [("on_step", 2, ("on_epoch", 2, True)), ("on_epoch", 4, ("on_epoch", 4, False)), ("on_step", 8, None)],
+    ("kind", "step", "last"), [("step", 2, ("epoch", 2, True)), ("epoch", 4, ("epoch", 4, False)), ("step", 8, None)]
 )
-def test_a_callback_ends_the_run(method: str, step: int, last: tuple[str, int, bool] | None) -> None:
-    stops = Stops(method, step)
+def test_a_callback_ends_the_run(kind: str, step: int, last: tuple[str, int, bool] | None) -> None:
+    stops = stops_at(kind, step)
     record = experiment(epochs=2, evaluation={"every_epochs": 2})
     with trainer_of(record, test=samples(20, 1), callbacks=[stops]) as trainer:
         trainer.train()
         state = trainer.state
         assert trainer.steps.are_done
     assert (state.step, state.position.ended_early) == (step, None if step == 8 else "first")
-    assert stops.calls[-1] == ("on_end", step, False)
+    calls = [(told, moment.step, moment.is_evaluated) for told, moment in stops.moments]
+    assert calls[-1] == ("end", step, False)
     if last is not None:
-        assert stops.calls[-2] == last
+        assert calls[-2] == last
     assert state.position.evaluation.keys() == {"test_loss", "test_accuracy"}, (
         "the last weights are evaluated in any case"
     )
@@ -127,10 +116,10 @@ def test_a_callback_ends_the_run(method: str, step: int, last: tuple[str, int, b
 
 
 def test_a_run_whose_end_is_in_its_checkpoint_trains_no_more() -> None:
-    with trainer_of(experiment(), callbacks=[Stops("on_step", 2)]) as trainer:
+    with trainer_of(experiment(), callbacks=[stops_at("step", 2)]) as trainer:
         trainer.train()
         kept = trainer.state.state_dict()
-    with trainer_of(experiment(), callbacks=[Stops("on_step", 3)]) as trainer:
+    with trainer_of(experiment(), callbacks=[stops_at("step", 3)]) as trainer:
         trainer.state.load_state_dict(kept)
         trainer.train()
         assert (trainer.state.step, trainer.state.position.ended_early) == (2, "first")
@@ -139,7 +128,7 @@ def test_a_run_whose_end_is_in_its_checkpoint_trains_no_more() -> None:
 def test_the_losses_that_were_not_read_yet_are_in_the_mean_of_an_epoch_cut_short() -> None:
     means = []
     for every in (1, 10):
-        with trainer_of(experiment(), callbacks=[Stops("on_step", 3)]) as trainer:
+        with trainer_of(experiment(), callbacks=[stops_at("step", 3)]) as trainer:
             trainer.strategy.losses._read_every = every  # as on CUDA
             trainer.train()
             means.append(trainer.state.position.last_epoch_loss)

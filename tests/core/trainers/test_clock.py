@@ -104,14 +104,3 @@ def test_on_cuda_only_a_wait_in_which_the_device_stood_still_is_one_for_data(dev
     device.done = len(device.events)
     clock.after_step(batch())
     assert (clock.seconds["data"], clock.seconds["other"]) == (1.25, 0.75)
-
-
-def test_on_cuda_time_put_aside_counts_nowhere(device: Device) -> None:
-    clock = StepClock(None, torch.device("cuda"))
-    with clock.aside():
-        pass
-    with clock.aside("checkpoint"):
-        pass
-    clock.after_step(batch())
-    assert set(clock.per_step().values()) == {0.0, 1.0, 2.0}
-    assert clock.seconds["checkpoint"] == 1

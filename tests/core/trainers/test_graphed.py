@@ -10,20 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_core.base.digests import weights_digest
 from ddp_core.cli.prepare import check_request, prepare
 from ddp_core.config.options import Asked
-from ddp_core.model.losses import cross_entropy
 from ddp_core.trainers.graphed import CudaRecorder, GraphedPasses, Replay
-from tests.core.trainers.test_trainers import (
-    CPU,
-    batch_norm_and_dropout,
-    digests,
-    experiment,
-    mlp,
-    samples,
-    trainer_of,
-)
+from tests.core.trainers.test_trainers import CPU, experiment
 from tests.support.wording import refusing
 
 
@@ -57,33 +47,6 @@ class StandIn:
         return replay
 
 
-def graphed(build: Callable[[], nn.Module], steps: int = 5, **fields: Any) -> tuple[tuple[str, str], StandIn]:
-    """The digests of a training whose passes are recorded, and its recorder."""
-    with trainer_of(experiment(**fields), build, train=samples(16 * steps - 2), guard="off") as trainer:
-        recorder = StandIn(trainer.state.model)
-        trainer.strategy.passes = GraphedPasses(trainer.job.experiment, cross_entropy, CPU, recorder)
-        trainer.train()
-        return digests(trainer), recorder
-
-
-def direct(build: Callable[[], nn.Module], steps: int = 5, **fields: Any) -> tuple[str, str]:
-    with trainer_of(experiment(**fields), build, train=samples(16 * steps - 2), guard="off") as trainer:
-        trainer.train()
-        return digests(trainer)
-
-
-@pytest.mark.parametrize("reduction", ["exact", "plain"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("build", [mlp, batch_norm_and_dropout])
-def test_replays_train_as_the_passes_do(build: Callable[[], nn.Module], precision: str, reduction: str) -> None:
-    """The last micro-batch of the epoch has two samples less than the others, and runs without a recording."""
-    fields = {"reduction": reduction, "precision": precision, "last_batch": "keep", "epochs": 2}
-    found, recorder = graphed(build, **fields)
-    assert found == direct(build, **fields)
-    assert recorder.warm_ups == 3
-    assert recorder.replays == 2 * 2 * (5 * 4 - 1), "a forward and a backward for each whole micro-batch"
-
-
 class Branching(nn.Module):
     """Leaves a parameter out, and counts in a buffer."""
 
@@ -106,19 +69,6 @@ def difference(outputs: Tensor, targets: Tensor) -> Tensor:
 def passes_for(model: nn.Module) -> tuple[GraphedPasses, StandIn]:
     recorder = StandIn(model)
     return GraphedPasses(experiment(), difference, CPU, recorder), recorder
-
-
-def test_recording_leaves_nothing_behind() -> None:
-    model = Branching()
-    passes, _ = passes_for(model)
-    batch, before = (torch.ones(3, 2), torch.zeros(3, 1)), weights_digest(model.state_dict())
-    generator = torch.get_rng_state()
-    model.used.weight.grad = earlier = torch.full((1, 2), 7.0)
-    recorded = passes._record(model, batch)
-    assert weights_digest(model.state_dict()) == before
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert model.used.weight.grad is earlier
-    assert [gradient is None for gradient in recorded.gradients] == [False, False, True, True]
 
 
 def test_gradients_are_copied_or_added() -> None:

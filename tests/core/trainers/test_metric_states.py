@@ -16,7 +16,7 @@ from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.trainers.metric_states import MetricStates
 from ddp_core.trainers.own_metrics import OwnMetrics, _named
-from tests.support.commands import ddp, train, trained
+from tests.support.commands import train, trained
 
 pytestmark = pytest.mark.extras("torchmetrics")
 
@@ -83,11 +83,8 @@ def merged(metric: Any, given: list[tuple[Tensor, Tensor]], ranks: int = 1, comp
         ("classification.BinaryAUROC", {}, shares),
         ("classification.BinaryAveragePrecision", {"thresholds": 20}, shares),
         ("classification.BinaryROC", {"thresholds": 5}, shares),
-        ("classification.BinaryCalibrationError", {}, shares),
         ("classification.MulticlassF1Score", {"num_classes": 3, "average": "macro"}, classes),
         ("classification.MulticlassConfusionMatrix", {"num_classes": 3}, classes),
-        ("classification.MulticlassMatthewsCorrCoef", {"num_classes": 3}, classes),
-        ("regression.MeanSquaredError", {}, numbers),
         ("regression.R2Score", {}, numbers),
         ("regression.SpearmanCorrCoef", {}, numbers),
         ("image.PeakSignalNoiseRatio", {"data_range": (-1, 1)}, numbers),
@@ -198,13 +195,3 @@ def test_the_figures_are_the_same_on_every_layout(alone: Path, tmp_path: Path) -
     assert cut == {name: value for name, value in expected.items() if name.startswith("test_")}
     rank0 = train(tmp_path / "rank0", FILE, "--set", "evaluation.where=rank0", ranks=2)
     assert facts(rank0) == expected
-
-
-def test_a_killed_run_goes_on_to_the_same_figures_and_verifies(alone: Path, tmp_path: Path) -> None:
-    words = [FILE, "--checkpoint-every", "3", "--resume", "auto", "--synchronous-save"]
-    killed = ddp("train", *words, "--fault", "kill@6", "--device", "cpu", "--output", tmp_path)
-    assert killed.code == -9, killed.errors
-    assert facts(train(tmp_path, *words, ranks=2)) == facts(trained(alone)[1])
-    verified = ddp("verify", trained(tmp_path)[0].path, "--layout", "dp", "--nproc-per-node", "3", "--device", "cpu")
-    assert verified.code == 0, verified.errors
-    assert "identical" in verified.output

@@ -15,50 +15,26 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.trainers.named_sums import NamedMetric, NamedSums
+from tests.core.checkpoint.parts_cases import ThreadRanks, in_threads
 from tests.support.wording import refusing
 
 BATCHES = 7
 
 
-class _Ranks(Collectives):
-    """Stands for ranks whose figures are known in advance: what all ranks send is added up in the sequence of ranks."""
+class _OnThread(Collectives):
+    """Of a rank that is a thread."""
 
-    def __init__(self, others: Sequence[NamedSums]) -> None:
-        super().__init__(World(), torch.device("cpu"))
-        self._others, self._sent = others, [_Sends() for _ in others]
-        self._turn = 0
-
-    def gather(self, value: Any) -> list[Any]:
-        every = [other._kinds for other in self._others]
-        for other, sent in zip(self._others, self._sent, strict=True):
-            totals(other, sent.with_kinds(every))
-        return every
+    def __init__(self, ranks: ThreadRanks) -> None:
+        super().__init__(World(ranks.rank, ranks.count), torch.device("cpu"))
+        self.gather = ranks.gather  # type: ignore[method-assign]
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        total = sum(sent.tensors[self._turn] for sent in self._sent)
-        self._turn += 1
-        assert isinstance(total, Tensor)
-        return total
+        return torch.stack(self.gather(tensor.clone())).sum(0)
 
 
-class _Sends(Collectives):
-    """Keeps what one rank sends."""
-
-    def __init__(self) -> None:
-        super().__init__(World(), torch.device("cpu"))
-        self.tensors: list[Tensor] = []
-        self._kinds: list[Any] = []
-
-    def with_kinds(self, kinds: list[Any]) -> _Sends:
-        self._kinds = kinds
-        return self
-
-    def gather(self, value: Any) -> list[Any]:
-        return self._kinds
-
-    def sum_(self, tensor: Tensor) -> Tensor:
-        self.tensors.append(tensor.clone())
-        return tensor
+def together(ranks: Sequence[NamedSums]) -> list[Any]:
+    """What each of these ranks gets, or raises."""
+    return in_threads(lambda thread: totals(ranks[thread.rank], _OnThread(thread)), len(ranks))
 
 
 def totals(sums: NamedSums, collectives: Collectives) -> Any:
@@ -111,12 +87,11 @@ def test_the_totals_are_exact_sums_rounded_once() -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 9])
 def test_ranks_in_turn_give_the_same_bits_as_one(ranks: int) -> None:
     others = [added(range(rank, BATCHES, ranks)) for rank in range(ranks)]
-    assert totals(NamedSums({"": figures}, BATCHES), _Ranks(others)) == totals(added(range(BATCHES)), ALONE)
+    assert together(others) == [totals(added(range(BATCHES)), ALONE)] * ranks
 
 
 def test_rank_0_alone_gives_the_same_bits() -> None:
-    others = [added(range(BATCHES)), added([])]
-    assert totals(NamedSums({"": figures}, BATCHES), _Ranks(others)) == totals(added(range(BATCHES)), ALONE)
+    assert together([added(range(BATCHES)), added([])]) == [totals(added(range(BATCHES)), ALONE)] * 2
 
 
 def test_whole_numbers_do_not_pass_through_floats() -> None:
@@ -161,6 +136,7 @@ def test_figures_that_change_between_batches_are_refused(change: Any, words: lis
     with pytest.raises(UserError) as failure:
         added([0, BATCHES - 1], metrics)
     assert all(word in str(failure.value) for word in words), str(failure.value)
-    others = [added([0], metrics), added([BATCHES - 1], metrics)]
+    first, second = together([added([0], metrics), added([BATCHES - 1], metrics)])
+    assert str(first) == str(second)
     with refusing():
-        totals(NamedSums({"": metrics}, BATCHES), _Ranks(others))
+        raise first

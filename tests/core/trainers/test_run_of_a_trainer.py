@@ -293,21 +293,6 @@ def test_every_entry_of_the_state_comes_back(tmp_path: Path) -> None:
     assert _entries(fresh) == expected
 
 
-def test_every_rank_sees_its_own_share_of_every_step() -> None:
-    record = experiment(last_batch="keep", epochs=2)
-    for count in (1, 2, 3, 4):
-        with trainer_of(record, layout=Layout(kind="dp", nproc_per_node=count), train=samples(70)) as trainer:
-            batches = trainer.strategy.batches
-            assert batches.steps_per_epoch == 5
-            for epoch in range(2):
-                steps = range(epoch * 5, epoch * 5 + 5)
-                ids = [np.concatenate([batches.ids(step, part) for part in batches.mine(step)]) for step in steps]
-                assert sorted(np.concatenate(ids).tolist()) == list(range(70))
-                assert [len(step) for step in ids] == [16, 16, 16, 16, 6]
-                owners = [[batches.owner(step, part.index) for part in batches.mine(step)] for step in steps]
-                assert all(step == sorted(step) for step in owners)
-
-
 def test_a_loss_of_another_shape_is_the_users_mistake() -> None:
     with refusing():
         mean_squared_error(torch.zeros(4, 3), torch.zeros(4))
@@ -365,7 +350,7 @@ def test_observers_see_the_moments_of_every_step_in_order(layout: Layout) -> Non
     assert changes == [moment == "gradients_done" for moment, _ in recorder.seen][:-1]
 
 
-def test_observers_hear_of_a_skipped_step() -> None:
+def test_observers_hear_of_a_skipped_step(capsys: pytest.CaptureFixture[str]) -> None:
     data, recorder = samples(64), Recorder()
     data.inputs[GlobalOrder(64, 0).ids(0, 32, 48)[13]] = math.nan
     with trainer_of(experiment(), train=data, on_nan="skip", observers=(recorder,)) as recorder.trainer:
@@ -373,6 +358,10 @@ def test_observers_hear_of_a_skipped_step() -> None:
     assert [moment for moment, step in recorder.seen if step == 2] == [*MOMENTS[:3], "skipped", "after_step"]
     assert ("skipped", 1) not in recorder.seen
     assert [report.is_finite for report in recorder.reports] == [True, True, False, True]
+    assert "step skipped" in capsys.readouterr().out
+    last = recorder.trainer.state.position.last_epoch_loss
+    assert last is not None
+    assert math.isfinite(last)
 
 
 class RaisesAtBadLosses(StepObserver):
@@ -384,10 +373,7 @@ class RaisesAtBadLosses(StepObserver):
 def test_a_bad_loss_is_what_ends_the_run_where_an_observer_raises_at_it() -> None:
     data = samples(64)
     data.inputs[GlobalOrder(64, 0).ids(0, 32, 48)[13]] = math.nan
-    with (
-        trainer_of(experiment(), train=data, observers=(RaisesAtBadLosses(),)) as trainer,
-        refusing() as raised,
-    ):
+    with trainer_of(experiment(), train=data, observers=(RaisesAtBadLosses(),)) as trainer, refusing() as raised:
         trainer.train()
     assert "the observer's own words" in str(raised.value.__context__)
 
@@ -422,16 +408,6 @@ class Clamped(nn.Module):
         return outputs
 
 
-class WeightsAfterSteps(StepObserver):
-    def __init__(self) -> None:
-        self.trainer: Trainer | None = None
-        self.digests: dict[int, str] = {}
-
-    def after_step(self, batch: StepBatch) -> None:
-        assert self.trainer is not None
-        self.digests[batch.step + 1] = weights_digest(self.trainer.state.model.state_dict())
-
-
 @pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_checkpoint_holds_no_write_of_the_next_forward(
@@ -446,23 +422,25 @@ def test_a_checkpoint_holds_no_write_of_the_next_forward(
         carry_on(snapshots)
 
     monkeypatch.setattr(Snapshots, "carry_on", late)
-    weights = WeightsAfterSteps()
+    recorder = Recorder()
     with (
         Checkpointer(tmp_path, asynchronous=asynchronous, keep_last=9) as checkpointer,
         trainer_of(
             experiment(epochs=1, optimizer={"name": "sgd", "lr": 0.5}, reduction="exact"),
             lambda: Clamped(first),
-            observers=[weights],
+            observers=[recorder],
             checkpoint_every=1,
             guard="off",
             checkpointer=checkpointer,
-        ) as trainer,
+        ) as recorder.trainer,
     ):
-        weights.trainer = trainer
-        trainer.train()
-        assert not trainer.saving.is_due_now, "the last step has its checkpoint"
+        recorder.trainer.train()
+        assert not recorder.trainer.saving.is_due_now, "the last step has its checkpoint"
     found = {each.step: weights_digest(load(each)["model"]) for each in find_checkpoints(tmp_path)}
-    wrong = [step for step, digest in weights.digests.items() if found[step] != digest]
+    after = {
+        at + 1: sha for (moment, at), sha in zip(recorder.seen, recorder.weights, strict=True) if moment == MOMENTS[-1]
+    }
+    wrong = [step for step, digest in after.items() if found[step] != digest]
     assert len(found) == 4
     # Of a first write nobody knew before, so the checkpoint that it may be in is named.
     is_late = asynchronous and first > 0

@@ -59,13 +59,7 @@ def test_a_round_of_data_parallel_is_joined_at_every_place_of_the_tree() -> None
     assert torch.equal(targets[0], whole[1][0])
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        torch.ones(2, 4),
-        torch.ones(7),
-    ],
-)
+@pytest.mark.parametrize("other", [torch.ones(2, 4), torch.ones(7)])
 def test_what_data_parallel_cannot_cut_is_refused(other: Tensor) -> None:
     with refusing():
         _joined([(ONE, torch.ones(3)), (other, torch.ones(2))], [3, 2])

@@ -217,39 +217,6 @@ def test_replicas_in_threads_draw_the_same_again_where_backward_computes_again(d
     assert digests(finished(record, lambda: Recomputing(dropout), dp)) == digests(alone)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_threads_in_plain_reduction_agree_up_to_rounding(count: int) -> None:
-    record = experiment(epochs=2)
-    together = finished(record, layout=Layout(kind="dp", nproc_per_node=count))
-    assert_close(together.state.model, finished(record).state.model)
-
-
-def test_keys_by_replica_would_give_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: dropout that depends on the replica gives other bits."""
-    from ddp_core.trainers import keyed_random
-
-    record, dp = experiment(reduction="exact"), Layout(kind="dp", nproc_per_node=2)
-    expected = digests(finished(record, batch_norm_and_dropout))
-    assert digests(finished(record, batch_norm_and_dropout, dp)) == expected
-    made: list[Any] = []
-
-    class ByReplica(keyed_random.KeyedRandom):
-        def __init__(self, seed: int, device: torch.device) -> None:
-            made.append(self)
-            super().__init__(seed + len(made), device)
-
-    monkeypatch.setattr("ddp_core.trainers.data_parallel.KeyedRandom", ByReplica)
-    assert digests(finished(record, batch_norm_and_dropout, dp)) != expected
-
-
-@pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
-def test_batch_norm_has_its_momentum_back_afterwards(layout: Layout) -> None:
-    trainer = finished(experiment(reduction="exact"), batch_norm_and_dropout, layout)
-    (norm,) = [module for module in trainer.state.model.modules() if isinstance(module, nn.BatchNorm1d)]
-    assert norm.momentum == 0.1
-    assert norm.num_batches_tracked == trainer.steps.total
-
-
 @pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
 @pytest.mark.parametrize("reduction", ["plain", "exact"])
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_step(layout: Layout, reduction: str) -> None:
@@ -269,17 +236,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_step(layout: Layout, 
         weights = weights_digest(trainer.state.model.state_dict())
     good = finished(experiment(reduction=reduction, max_steps=2), layout=layout)
     assert weights == weights_digest(good.state.model.state_dict())
-
-
-def test_a_bad_step_can_be_skipped(capsys: pytest.CaptureFixture[str]) -> None:
-    data = samples(64)
-    data.inputs[GlobalOrder(64, 0).ids(0, 32, 48)[13]] = math.inf
-    trainer = finished(experiment(epochs=1), train=data, on_nan="skip")
-    assert trainer.state.step == 4
-    assert all(torch.isfinite(value).all() for value in trainer.state.model.state_dict().values())
-    assert "step skipped" in capsys.readouterr().out
-    assert trainer.state.position.last_epoch_loss is not None
-    assert math.isfinite(trainer.state.position.last_epoch_loss)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -112,13 +112,6 @@ def test_a_loss_that_is_no_single_number_is_an_error(capsys: pytest.CaptureFixtu
     assert said.startswith(f"loss mine returned a tensor of shape [2, {CLASSES}]; let it return one number")
 
 
-def test_nothing_is_computed_where_there_is_no_doubt() -> None:
-    with trainer_of(experiment(micro_batch=1), Noisy) as trainer:
-        trainer = with_loss(trainer, functional.cross_entropy)
-        trainer.strategy.passes = None  # type: ignore[assignment]
-        check_loss(trainer)
-
-
 AVERAGING = '''"""A question?"""
 from ddp_core.config.experiment import *
 

@@ -162,21 +162,7 @@ def test_gradients_are_clipped_by_their_true_size_not_by_the_scaled_one() -> Non
 
 
 def test_an_overflow_in_the_first_step_leaves_no_unwritten_momentum() -> None:
-    """torch's fused SGD makes its momentum buffers uninitialised, and skips the kernel that would fill them.
-
-    Shown by torch alone, where new memory is filled with NaN so that it can be seen:
-
-        torch.use_deterministic_algorithms(True)
-        weight = torch.nn.Parameter(torch.ones(3))
-        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
-        scaler = torch.amp.GradScaler("cpu")
-        for gradient in (torch.inf, 1.0):
-            weight.grad = scaler.scale(torch.full((3,), gradient))
-            scaler.step(optimizer)
-            scaler.update()
-        print(weight)  # tensor([nan, nan, nan]); without `fused=True`, tensor([0.9, 0.9, 0.9])
-    """
-    settings = {"optimizer": Component(name="here")}
+    """torch's fused SGD makes its momentum buffers uninitialised, and skips the kernel that would fill them."""
     with _new_memory_filled_with_nan():
         ends = []
         for fused in (False, True):
@@ -185,7 +171,7 @@ def test_an_overflow_in_the_first_step_leaves_no_unwritten_momentum() -> None:
             # Dampening tells a first update, which torch does not dampen, from a later one.
             optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, dampening=0.5, fused=fused)
             state = TrainState(model, optimizer, scaler=torch.amp.GradScaler("cpu", 4.0))
-            update = WeightUpdate(experiment(**settings), state, 4, clip=pytest.fail)
+            update = WeightUpdate(experiment(**OWN), state, 4, clip=pytest.fail)
             for step, gradient in enumerate((torch.inf, torch.inf, 1.0, 2.0, torch.inf, 3.0)):
                 assert state.scaler is not None
                 weight.grad = state.scaler.scale(torch.full((3,), gradient))

@@ -9,7 +9,6 @@ from torch import nn
 
 from ddp_core.trainers.young_statistics import young_statistics
 from tests.support.commands import command
-from tests.support.processes import HANG
 
 SAID = "batch norm's running statistics have moved "
 
@@ -42,7 +41,7 @@ def test_layers_that_do_not_move_so_are_left_out(times: int, momentum: float | N
 @pytest.mark.parametrize(("epochs", "steps"), [(3, None), (1, "4")])
 def test_a_run_says_it_once_at_its_first_evaluation(epochs: int, steps: str | None, tmp_path: Path) -> None:
     limit = [] if steps is None else ["--set", f"max_steps={steps}"]
-    ended = command(*("train", "digits", "--set", f"epochs={epochs}", *limit, "--output", str(tmp_path)), timeout=HANG)
+    ended = command(*("train", "digits", "--set", f"epochs={epochs}", *limit, "--output", str(tmp_path)))
     assert ended.code == 0, ended.errors
     assert ended.output.count(SAID) == (0 if steps is None else 1)
     if steps is not None:
