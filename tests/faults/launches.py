@@ -22,7 +22,6 @@ from tests.support.commands import Ended, ddp, forked, trained, wait_until
 from tests.support.processes import HANG
 
 DOTS = str(Path(__file__).parent / "experiment_files" / "dots.py")
-STEPS_PER_EPOCH = 8
 
 
 HURRY = "hurry"
@@ -222,6 +221,10 @@ class Processes:
     def step(self) -> int:
         """The last step in metrics.jsonl."""
         return self._watch.step()
+
+    def nnodes(self) -> int:
+        """On how many nodes the run trains, by its record."""
+        return int(trained(self.output)[1]["attempts"][-1]["layout"]["nnodes"])
 
     def new_step(self, since: float) -> float:
         """Wait for a resume after the moment `since`, then for a step; the seconds until then."""

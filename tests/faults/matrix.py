@@ -32,6 +32,7 @@ _CHECKPOINTS = "tests/core/checkpoint/test_checkpoint_faults.py"
 _PARTS = "tests/core/checkpoint/test_parts.py"
 _PROCESS = "tests/core/base/test_process.py"
 _INPUT = "tests/core/test_bad_input.py"
+_STOP = "tests/core/distributed/test_stop.py"
 _GROUP = "tests/distributed/test_process_group.py"
 _LAYOUTS = "tests/distributed/test_layouts.py"
 
@@ -135,8 +136,7 @@ ROWS = (
         "4, with what is needed and what there is; the checkpoint before loads",
         "P, D",
         (
-            f"{_SAVES}::test_a_full_disk_ends_the_run_and_loses_one_save",
-            f"{_SAVES}::test_a_full_disk_of_one_rank_ends_a_sharded_run_and_loses_one_save",
+            f"{_SAVES}::test_a_full_disk_of_one_rank_ends_the_run_and_loses_one_save",
             f"{_CHECKPOINTS}::test_a_file_limit_is_a_full_disk_and_the_checkpoint_before_loads",
             f"{_CHECKPOINTS}::test_a_full_disk_is_seen_before_and_during_the_write",
         ),
@@ -303,10 +303,7 @@ ROWS = (
         "other code or configuration on one rank",
         "2 before training: digests are compared at the start",
         "P",
-        (
-            f"{_NUMBERS}::test_another_configuration_on_one_rank_is_found_before_training",
-            f"{_NUMBERS}::test_other_code_on_one_rank_is_found_before_training",
-        ),
+        (f"{_NUMBERS}::test_what_differs_on_one_rank_is_found_before_training",),
     ),
     Row(
         28,
@@ -315,10 +312,10 @@ ROWS = (
         "P, D",
         (
             f"{_REQUESTS}::test_a_stopped_run_has_lost_nothing_and_goes_on_elsewhere",
-            f"{_REQUESTS}::test_other_ways_to_ask",
             *_scenarios(28),
-            "tests/core/distributed/test_stop.py::test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened",
-            f"{_REQUESTS}::test_loader_processes_survive_the_request_until_the_save",
+            f"{_STOP}::test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened",
+            f"{_STOP}::test_a_schedulers_early_signal_and_a_time_limit_stop_alike",
+            f"{_STOP}::test_a_signal_to_every_process_at_once_asks_once",
         ),
     ),
     Row(
@@ -327,9 +324,8 @@ ROWS = (
         "as 28; at the second all leave at once; no process is left",
         "P",
         (
-            f"{_REQUESTS}::test_control_c_saves",
-            f"{_REQUESTS}::test_a_second_control_c_leaves_at_once",
-            "tests/core/distributed/test_stop.py::test_a_second_interrupt_leaves_at_once",
+            f"{_STOP}::test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened",
+            f"{_STOP}::test_a_second_interrupt_leaves_at_once",
         ),
     ),
     Row(
