@@ -6,16 +6,16 @@ Whatever happens to a job, it ends with the digest of the single process.
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ddp_core.distributed.world import free_port
 from ddp_core.observe.metrics import read_metrics
-from tests.cluster.slurm import COMMANDS, EXPERIMENT, SECONDS, TINY, Job, Slurm, started
+from tests.cluster.slurm import COMMANDS, EXPERIMENT, SECONDS, Job, Slurm, started
+from tests.faults.scenarios import Event, Scenario, check, on, play
 from tests.support.commands import forked, train, trained, wait_until
 
 FILES = "launch/slurm"
@@ -85,22 +85,6 @@ def test_what_srun_starts_is_one_training(slurm: Slurm, expected: str, tmp_path:
     assert (record["weights_sha256"], record["layout"]["label"]) == (expected, label)
 
 
-@pytest.mark.parametrize(
-    ("options", "words", "said"),
-    [
-        ("--nodes 2 --ntasks 3", "", "3 tasks on 2 nodes"),
-        ("--nodes 2 --ntasks-per-node 1", "--layout single", "layout single is one process"),
-        ("--nodes 2 --ntasks-per-node 1", "--nnodes 3", "--nnodes 3, but this is node"),
-    ],
-)
-def test_what_contradicts_itself_trains_nothing(
-    slurm: Slurm, tmp_path: Path, options: str, words: str, said: str
-) -> None:
-    ended = slurm.shell(f"srun {options} ddp train {TINY} {words} --output {tmp_path}")
-    assert (ended.code, said in ended.errors) == (2, True), ended.errors
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("line", BOTH)
 def test_a_job_trains(slurm: Slurm, expected: str, tmp_path: Path, line: str) -> None:
     job = slurm.submit(line, tmp_path)
@@ -122,26 +106,6 @@ def test_a_cancelled_job_stays_so_until_it_is_requeued(slurm: Slurm, expected: s
     assert "resumed at step" in job.said
 
 
-def test_a_requeued_job_continues(slurm: Slurm, expected: str, tmp_path: Path) -> None:
-    job = slurm.submit(PER_RANK, tmp_path, "--nodes 1")
-    job.wait_for(AT_WORK)
-    assert slurm.call("scontrol requeue JOB", job.id).code == 0
-    job.start_again()
-    assert_finished(job, expected, restarts=1, label="ddp-1x2-cpu")
-    assert "resumed at step" in job.said
-
-
-@pytest.mark.slow
-def test_a_preempted_job_saves_and_continues(slurm: Slurm, expected: str, tmp_path: Path) -> None:
-    job = slurm.submit(PER_RANK, tmp_path, "--nodes 1 --nodelist node1")
-    job.wait_for(AT_WORK)
-    urgent = slurm.shell("srun --partition urgent --nodelist node1 --exclusive true")
-    assert urgent.code == 0, urgent.errors
-    job.start_again()
-    assert_finished(job, expected, restarts=1, label="ddp-1x2-cpu")
-    assert "resumed at step" in job.said
-
-
 def test_a_mistake_on_one_rank_ends_the_job(slurm: Slurm, tmp_path: Path) -> None:
     job = slurm.submit(PER_NODE, tmp_path, more="--nproc-per-node 1 --fault raise@3:1")
     facts = job.end()
@@ -155,15 +119,39 @@ def without_power(slurm: Slurm) -> Iterator[str]:
     slurm.power("--on", "node3")
 
 
-def test_a_job_that_has_lost_a_node_starts_again(
-    slurm: Slurm, expected: str, tmp_path: Path, without_power: str
+def requeue(slurm: Slurm, job: Job) -> None:
+    assert slurm.call("scontrol requeue JOB", job.id).code == 0
+
+
+def preempt(slurm: Slurm, job: Job) -> None:
+    urgent = slurm.shell("srun --partition urgent --nodelist node1 --exclusive true")
+    assert urgent.code == 0, urgent.errors
+
+
+def unplug(slurm: Slurm, job: Job) -> None:
+    slurm.power("--off", "node3")
+
+
+@pytest.mark.parametrize(
+    ("hurt", "line", "options", "label"),
+    [
+        pytest.param(requeue, PER_RANK, "--nodes 1", "ddp-1x2-cpu", id="requeued"),
+        pytest.param(
+            preempt, PER_RANK, "--nodes 1 --nodelist node1", "ddp-1x2-cpu", id="preempted", marks=pytest.mark.slow
+        ),
+        pytest.param(unplug, PER_NODE, "--nodelist node[2-3]", "ddp-2x2-cpu", id="a node is lost"),
+    ],
+)
+@pytest.mark.usefixtures("without_power")
+def test_a_job_that_slurm_starts_again_continues(
+    slurm: Slurm, expected: str, tmp_path: Path, hurt: Callable[[Slurm, Job], None], line: str, options: str, label: str
 ) -> None:
-    job = slurm.submit(PER_NODE, tmp_path, "--nodelist node[2-3]")
+    job = slurm.submit(line, tmp_path, options)
     job.wait_for(AT_WORK)
-    slurm.power("--off", without_power)
+    hurt(slurm, job)
     job.start_again()
-    slurm.power("--on", without_power)
-    assert_finished(job, expected, restarts=1)
+    slurm.power("--on", "node3")
+    assert_finished(job, expected, restarts=1, label=label)
     assert "resumed at step" in job.said
 
 
@@ -199,51 +187,81 @@ def meet() -> Iterator[str]:
         yield f"control:{port}"
 
 
-def assert_live(jobs: Sequence[Job], expected: str) -> None:
-    """All jobs have ended well, with the expected weights, and nothing was started again or done twice."""
-    for job in jobs:
-        facts = job.end()
-        assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.said
-        assert "resumed at step" not in job.said
-        assert "start again" not in job.said
-    directory, record = trained(jobs[0].outputs / "my-run")
-    assert (record["status"], record["weights_sha256"]) == ("completed", expected)
-    steps = [each["step"] for each in read_metrics(directory.metrics) if each["kind"] == "step"]
-    assert len(steps) == len(set(steps))
+class Jobs:
+    """The place of scenarios where nodes are SLURM's: three of one job and one of another, or a job for each.
+
+    What SLURM does not tell is who the workers are; that no step was done again shows that they were the same.
+    """
+
+    def __init__(self, slurm: Slurm, folder: Path, meet: str, has_job_each: bool) -> None:
+        self._slurm, self._folder, self._meet, self._asked = slurm, folder, meet, list[Job]()
+        if has_job_each:
+            array = self._submit(NODE_EACH, "--exclude node5 --exclusive")
+            self.jobs = [Job(slurm, f"{array.id}_{task}", array.outputs, folder / "hurry") for task in (1, 2, 3)]
+        else:
+            self.jobs = [self._submit(LIVE_NODES, "--nodelist node[1-3]")]
+        self.output = self.jobs[0].outputs / "my-run"
+
+    def _submit(self, line: str, options: str) -> Job:
+        return self._slurm.submit(line, self._folder, f"{options} --export ALL,RANKS=1", "--timeout 10", self._meet)
+
+    def happen(self, event: Event) -> set[int]:
+        """Let it happen."""
+        if event.what == "kill":
+            self._slurm.power("--off", "node3")
+        elif event.what == "ask":
+            self._asked = [self.jobs[1]]
+            assert self._slurm.call("scancel --signal=TERM JOB", self.jobs[1].id).code == 0
+        elif self._asked:
+            self._asked.pop().start_again()
+        else:
+            self.jobs.append(self._submit(ONE_MORE_NODE, "--nodelist node4"))
+        return set()
+
+    def workers(self) -> set[int]:
+        """Nobody that is known."""
+        return set()
+
+    def said(self) -> dict[str, str]:
+        """What each job has said."""
+        return {job.id: job.said for job in self.jobs}
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait until this is so."""
+        try:
+            wait_until(lambda: bool(condition()), SECONDS, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.said()}") from None
+
+    def step(self) -> int:
+        """The last step that the run has recorded."""
+        return max(
+            (each["step"] for file in self.output.glob("*/*/metrics.jsonl") for each in read_metrics(file)), default=0
+        )
+
+    def nnodes(self) -> int:
+        """On how many nodes the run trains."""
+        return int(trained(self.output)[1]["attempts"][-1]["layout"]["nnodes"])
+
+    def new_step(self, since: float) -> float:
+        """No scenario of SLURM's starts all again."""
+        raise NotImplementedError
+
+    def end(self) -> list[str]:
+        """Let all jobs come to their end, which must be a good one; what they have said."""
+        self.jobs[0].hurry()
+        for job in self.jobs:
+            facts = job.end()
+            assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.said
+        return [job.said for job in self.jobs]
 
 
-@pytest.mark.slow
-def test_a_live_run_loses_no_step_with_a_node_and_another_job_brings_one(
-    slurm: Slurm, expected: str, tmp_path: Path, without_power: str, meet: str
-) -> None:
-    more = "--timeout 10"
-    job = slurm.submit(LIVE_NODES, tmp_path, "--nodelist node[1-3] --export ALL,RANKS=1", more, meet)
-    job.wait_for(AT_WORK)
-    slurm.power("--off", without_power)
-    job.wait_for("lost after step .* 2 ranks go on")
-    late = slurm.submit(ONE_MORE_NODE, tmp_path, "--nodelist node4 --export ALL,RANKS=1", more, meet)
-    job.wait_for("joined after step .* 3 ranks go on")
-    job.hurry()
-    assert_live([job, late], expected)
-
-
-@pytest.mark.slow
-def test_jobs_of_a_node_each_hand_over_when_they_are_asked_to_stop(
-    slurm: Slurm, expected: str, tmp_path: Path, meet: str
-) -> None:
-    array = slurm.submit(NODE_EACH, tmp_path, "--exclude node5 --exclusive --export ALL,RANKS=1", "", meet)
-    jobs = [Job(slurm, f"{array.id}_{task}", array.outputs, tmp_path / "hurry") for task in (1, 2, 3)]
-
-    def said(words: str) -> bool:
-        return any(re.search(words, job.said) for job in jobs)
-
-    wait_until(lambda: said("3 ranks go on") or said(AT_WORK), SECONDS, "three nodes train")
-    assert slurm.call("scancel --signal=TERM JOB", jobs[1].id).code == 0
-    wait_until(lambda: said("left after step .* 2 ranks go on"), SECONDS, "one has left")
-    jobs[1].start_again()
-    wait_until(lambda: said("joined after step .* 3 ranks go on"), SECONDS, "it is back")
-    jobs[0].hurry()
-    assert_live(jobs, expected)
+@pytest.mark.parametrize("scenario", on("slurm"))
+@pytest.mark.usefixtures("without_power")
+def test_what_must_follow_does(slurm: Slurm, expected: str, tmp_path: Path, meet: str, scenario: Scenario) -> None:
+    place = Jobs(slurm, tmp_path, meet, has_job_each=scenario.events[0].what == "ask")
+    play(scenario, place)
+    check(scenario, place.output, expected, place.end(), always=[])
 
 
 @pytest.mark.slow

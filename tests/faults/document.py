@@ -46,8 +46,8 @@ def run_tests(folder: Path) -> int:
 
 
 def is_of_processes(record: dict[str, Any]) -> bool:
-    """Whether the record comes from a test that the matrix names."""
-    return any(name_of(record) in row.tests for row in ROWS)
+    """Whether the record comes from a test that `run_tests` runs again, or has run under another name."""
+    return not str(record["test"]).startswith("tests/docker/")
 
 
 def known() -> list[dict[str, Any]]:

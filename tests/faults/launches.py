@@ -14,13 +14,14 @@ from typing import Any, Self
 
 import psutil
 
+from ddp_core.checkpoint import find_checkpoints
 from ddp_core.distributed.world import free_port
 from ddp_core.record.directory import RunDirectory
+from tests.faults.scenarios import Event
 from tests.support.commands import Ended, ddp, forked, trained, wait_until
 from tests.support.processes import HANG
 
 DOTS = str(Path(__file__).parent / "experiment_files" / "dots.py")
-STEPS_PER_EPOCH = 8
 
 
 HURRY = "hurry"
@@ -121,7 +122,7 @@ def nodes(
 ) -> Iterator[tuple[list[Launch], Callable[[], Launch], Store]]:
     """Start `count` launches of `ranks` workers each that meet at a rendezvous; `allowed` is their --nnodes.
 
-    Yields the launches, a function that starts one more, and the rendezvous. `pause` holds until `to_the_end`.
+    Yields the launches, a function that starts one more, and the rendezvous. `pause` holds until HURRY is there.
     """
     with Store(free_port()) as store, contextlib.ExitStack() as stack:
         meeting = ["--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", f"test-{store.port}"]
@@ -133,10 +134,106 @@ def nodes(
         yield [start() for _ in range(count)], start, store
 
 
-def to_the_end(output: Path, launches: Iterable[Launch]) -> list[Ended]:
-    """Let the `launches` of `nodes` below `output` train on without a pause; return how each has ended."""
-    (output / HURRY).touch()
-    return [launch.wait() for launch in launches]
+class Processes:
+    """The place of scenarios where a node is a launch of this machine."""
+
+    def __init__(self, output: Path, launches: Iterable[Launch], start: Callable[[], Launch], store: Store) -> None:
+        self.output, self._start, self._store = output, start, store
+        self.here, self._watch = list(launches), Watch(output)
+        self.always, self._silent = list(self.here), list[Launch]()
+
+    def happen(self, event: Event) -> set[int]:
+        """Let it happen; the process ids of the workers that are gone with it."""
+        whom = [self._node_of(rank) for rank in event.ranks]
+        gone = {process.pid for launch in whom for process in launch.workers().values()}
+        if event.what == "kill worker":
+            struck = [self._worker(launch, rank) for launch, rank in zip(whom, event.ranks, strict=True)]
+            for process in struck:
+                process.kill()
+            return {process.pid for process in struck}
+        match event.what:
+            case "kill":
+                for launch in whom:
+                    launch.kill()
+            case "silence":
+                self._silent = whom
+                for launch in whom:
+                    launch.signal_all(signal.SIGSTOP)
+            case "restore":
+                for launch in self._silent:
+                    launch.signal_all(signal.SIGCONT)
+                self.here += self._silent
+            case "ask":
+                for launch in whom:
+                    launch.signal(signal.SIGTERM)
+                    left = launch.wait()
+                    assert left.code == 75, left.errors
+                    assert "this node has left the others, who go on (SIGTERM)" in left.errors
+            case "stop":
+                self._stop(whom)
+            case "start":
+                self.here.append(self._start())
+            case "lose rendezvous":
+                self._store.kill()
+            case "restore rendezvous":
+                self._store.start()
+            case "train":
+                self._watch.wait_for_step(self.step() + 10)
+        self.here = [launch for launch in self.here if launch not in whom]
+        if event.what != "silence":
+            self.always = [launch for launch in self.always if launch not in whom]
+        return gone
+
+    def _stop(self, whom: list[Launch]) -> None:
+        for launch in whom:
+            launch.signal(signal.SIGTERM)
+        for launch in self.here:
+            ended = launch.wait()
+            assert (ended.code, "; saved, continue with `ddp train " in ended.errors) == (75, True), ended.errors
+            assert launch in whom or "(another rank was asked to); saved" in ended.errors
+        directory, record = trained(self.output)
+        assert record["status"] == "stopped"
+        assert find_checkpoints(directory.checkpoints)[0].step == self.step()
+        self.here.clear()
+
+    def _node_of(self, rank: int) -> Launch:
+        if rank < 0:
+            return self.here[-1]
+        self.until(lambda: any(rank in launch.workers() for launch in self.here), f"there is a rank {rank}")
+        return next(launch for launch in self.here if rank in launch.workers())
+
+    def _worker(self, launch: Launch, rank: int) -> psutil.Process:
+        self.until(launch.workers, "the node has a worker")
+        return launch.workers()[rank] if rank >= 0 else launch.workers().popitem()[1]
+
+    def workers(self) -> set[int]:
+        """The process ids of the workers that are here."""
+        return {process.pid for launch in self.here for process in launch.workers().values()}
+
+    def said(self) -> dict[Launch, str]:
+        """What each launch has said that is here."""
+        return {launch: launch.output() + launch.errors() for launch in self.here}
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait until this is so."""
+        wait_until(lambda: bool(condition()), HANG, what)
+
+    def step(self) -> int:
+        """The last step in metrics.jsonl."""
+        return self._watch.step()
+
+    def nnodes(self) -> int:
+        """On how many nodes the run trains, by its record."""
+        return int(trained(self.output)[1]["attempts"][-1]["layout"]["nnodes"])
+
+    def new_step(self, since: float) -> float:
+        """Wait for a resume after the moment `since`, then for a step; the seconds until then."""
+        return self._watch.wait_for_new_step(since)
+
+    def end(self) -> None:
+        """Wait until all that are here have ended with 0."""
+        ended = [launch.wait() for launch in self.here]
+        assert {end.code for end in ended} == {0}, [end.errors for end in ended]
 
 
 class Store:

@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tests.faults.scenarios import SCENARIOS
+
 RECORDS = "DDP_FAULT_RECORDS"
 """Environment variable: the folder that records are written to; without it none are."""
 
@@ -30,16 +32,22 @@ _CHECKPOINTS = "tests/core/checkpoint/test_checkpoint_faults.py"
 _PARTS = "tests/core/checkpoint/test_parts.py"
 _PROCESS = "tests/core/base/test_process.py"
 _INPUT = "tests/core/test_bad_input.py"
+_STOP = "tests/core/distributed/test_stop.py"
 _GROUP = "tests/distributed/test_process_group.py"
 _LAYOUTS = "tests/distributed/test_layouts.py"
+
+
+def _scenarios(row: int) -> tuple[str, ...]:
+    """The tests of those scenarios of processes that are of this row."""
+    return tuple(f"{_NODES}::test_what_must_follow_does[{each.name}]" for each in SCENARIOS if each.row == row)
 
 
 @dataclass(frozen=True)
 class Row:
     """One fault.
 
-    `where`: P if it is tested on processes, D in containers. `tests`: the tests on processes, as FILE::FUNCTION.
-    `limits`: the most seconds that a time may take, by what is measured; `record_row` is given times by these names.
+    `where`: P if it is tested on processes, D in containers. `tests`: those on processes, as FILE::FUNCTION, or with a
+    [PARAMETER]. `limits`: the most seconds that a time may take, by what is measured; `record_row` has these names.
     """
 
     number: int
@@ -71,9 +79,8 @@ ROWS = (
         (
             f"{_LOSSES}::test_a_killed_worker_is_replaced",
             f"{_LOSSES}::test_a_killed_worker_is_named_where_its_peer_left_sooner",
-            f"{_LOSSES}::test_a_killed_worker_that_had_the_only_copy_of_a_part_is_replaced",
             f"{_LOSSES}::test_twenty_kills_are_twenty_recoveries",
-            f"{_NODES}::test_killed_workers_of_two_nodes_are_replaced_every_time",
+            *_scenarios(1),
         ),
         limits={NOTICED: 1, AGAIN: 10},
     ),
@@ -82,10 +89,7 @@ ROWS = (
         "a node is killed, launcher and workers",
         "noticed within 1 s; the others train again within 10 s on what is left; the node is taken in when it is back",
         "P, D",
-        (
-            f"{_NODES}::test_a_killed_node_is_done_without_and_taken_in_again",
-            f"{_NODES}::test_a_killed_node_that_had_the_only_copy_of_a_part_is_done_without",
-        ),
+        _scenarios(2),
         limits={NOTICED: 1, AGAIN: 10},
     ),
     Row(
@@ -93,7 +97,7 @@ ROWS = (
         "the rendezvous is killed",
         "noticed within 2 s; goes on when it is started again, else 6",
         "P, D",
-        (f"{_NODES}::test_a_lost_rendezvous_is_waited_for", f"{_NODES}::test_a_rendezvous_that_stays_away_ends_in_6"),
+        (*_scenarios(3), f"{_NODES}::test_a_rendezvous_that_stays_away_ends_in_6"),
         limits={NOTICED: 2},
     ),
     Row(
@@ -111,9 +115,7 @@ ROWS = (
         "P, D",
         (
             f"{_LOSSES}::test_a_stopped_worker_is_replaced",
-            f"{_LOSSES}::test_a_stopped_worker_that_had_the_only_copy_of_a_part_is_replaced",
-            f"{_NODES}::test_a_stopped_node_that_had_the_only_copy_of_a_part_is_done_without",
-            f"{_NODES}::test_a_stopped_node_writes_nothing_when_it_wakes",
+            *_scenarios(5),
         ),
         limits={LATE: 1},
     ),
@@ -134,8 +136,7 @@ ROWS = (
         "4, with what is needed and what there is; the checkpoint before loads",
         "P, D",
         (
-            f"{_SAVES}::test_a_full_disk_ends_the_run_and_loses_one_save",
-            f"{_SAVES}::test_a_full_disk_of_one_rank_ends_a_sharded_run_and_loses_one_save",
+            f"{_SAVES}::test_a_full_disk_of_one_rank_ends_the_run_and_loses_one_save",
             f"{_CHECKPOINTS}::test_a_file_limit_is_a_full_disk_and_the_checkpoint_before_loads",
             f"{_CHECKPOINTS}::test_a_full_disk_is_seen_before_and_during_the_write",
         ),
@@ -302,10 +303,7 @@ ROWS = (
         "other code or configuration on one rank",
         "2 before training: digests are compared at the start",
         "P",
-        (
-            f"{_NUMBERS}::test_another_configuration_on_one_rank_is_found_before_training",
-            f"{_NUMBERS}::test_other_code_on_one_rank_is_found_before_training",
-        ),
+        (f"{_NUMBERS}::test_what_differs_on_one_rank_is_found_before_training",),
     ),
     Row(
         28,
@@ -314,11 +312,10 @@ ROWS = (
         "P, D",
         (
             f"{_REQUESTS}::test_a_stopped_run_has_lost_nothing_and_goes_on_elsewhere",
-            f"{_REQUESTS}::test_other_ways_to_ask",
-            f"{_NODES}::test_a_request_to_one_node_stops_both",
-            f"{_NODES}::test_a_launch_that_one_node_has_stopped_goes_on_with_the_same_id",
-            "tests/core/distributed/test_stop.py::test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened",
-            f"{_REQUESTS}::test_loader_processes_survive_the_request_until_the_save",
+            *_scenarios(28),
+            f"{_STOP}::test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened",
+            f"{_STOP}::test_a_schedulers_early_signal_and_a_time_limit_stop_alike",
+            f"{_STOP}::test_a_signal_to_every_process_at_once_asks_once",
         ),
     ),
     Row(
@@ -327,9 +324,8 @@ ROWS = (
         "as 28; at the second all leave at once; no process is left",
         "P",
         (
-            f"{_REQUESTS}::test_control_c_saves",
-            f"{_REQUESTS}::test_a_second_control_c_leaves_at_once",
-            "tests/core/distributed/test_stop.py::test_a_second_interrupt_leaves_at_once",
+            f"{_STOP}::test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened",
+            f"{_STOP}::test_a_second_interrupt_leaves_at_once",
         ),
     ),
     Row(
@@ -416,6 +412,11 @@ def record_row(row: int, outcome: str, times: Mapping[str, float] | None = None,
         name = re.sub(r"\W+", "-", test.rpartition("::")[2]) or uuid.uuid4().hex
         (Path(folder) / f"row-{row:02d}-{name}.json").write_text(json.dumps(record) + "\n")
         assert not (late := above_limits(row, seconds)), f"row {row}: {late}"
+
+
+def rows_of(test: str) -> list[int]:
+    """The rows that name this test, whose name may have parameters."""
+    return [row.number for row in ROWS if {test, test.partition("[")[0]} & set(row.tests)]
 
 
 def above_limits(row: int, seconds: Mapping[str, float]) -> dict[str, float]:

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.matrix import RECORDS, ROWS
+from tests.faults.matrix import RECORDS, rows_of
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Write `test-<name>.json` with the rows that name the test, its outcome and its seconds."""
-    folder, name = os.environ.get(RECORDS), report.nodeid.partition("[")[0]
-    rows = [row.number for row in ROWS if name in row.tests]
+    folder, rows = os.environ.get(RECORDS), rows_of(report.nodeid)
     if folder and rows and (report.when == "call" or report.skipped):
         Path(folder).mkdir(parents=True, exist_ok=True)
         record = {"rows": rows, "test": report.nodeid, "result": report.outcome, "seconds": report.duration}

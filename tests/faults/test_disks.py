@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.launches import DOTS, Launch, Watch, check_aftermath, train_words
+from tests.faults.launches import Launch, Watch, check_aftermath, train_words
 from tests.faults.matrix import record_row
 from tests.faults.workers import run_workers
 from tests.support.commands import Ended, wait_until
@@ -35,20 +35,7 @@ def said_once(ended: Ended, *patterns: str) -> None:
 
 def hurt(output: Path, ranks: int, harm: Callable[[], object]) -> Ended:
     """How a run below `output` ends that meets `harm` after its third step."""
-    words = train_words(output, ranks=ranks)
-    if ranks == 1:
-        words = [
-            "train",
-            DOTS,
-            "--device",
-            "cpu",
-            "--output",
-            str(output),
-            "--checkpoint-every",
-            "4",
-            "--log-every",
-            "1",
-        ]
+    words = train_words(output, *(["--layout", "single"] if ranks == 1 else []), ranks=ranks)
     with Launch(*words, pause=0.02) as launch:
         Watch(output).wait_for_step(3)
         harm()

@@ -12,13 +12,11 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from ddp_core.base.platforms import boot_id
 from ddp_core.distributed.processes import await_processes, end_processes, state_of
 from ddp_core.distributed.world import World
 from ddp_core.observe.heartbeat import name_lost_peer, renew_heartbeat
-from ddp_core.observe.lost_peers import short_message
 from tests.support.commands import wait_until
 from tests.support.processes import HANG
 
@@ -66,24 +64,6 @@ def test_what_a_dead_worker_leaves_in_its_group_goes_with_it() -> None:
     wait_until(lambda: state_of(left) == "gone", HANG, "the group is empty")
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (
-            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:5002: Connection reset "
-            "by peer. This is typically caused by a remote worker hanging. GLHF!",
-            "Read error [10.0.0.2]:5002: Connection reset by peer",
-        ),
-        (
-            "Timed out waiting 6000ms for send operation to complete\nmore",
-            "Timed out waiting 6000ms for send operation to complete",
-        ),
-    ],
-)
-def test_what_gloo_says_is_shortened_to_what_happened(text: str, reason: str) -> None:
-    assert short_message(RuntimeError(text)) == reason
-
-
 def beat(directory: Path, rank: int, **fields: object) -> None:
     (directory / "heartbeats").mkdir(exist_ok=True)
     known = {"rank": rank, "node_rank": rank, "host": "elsewhere", "address": f"10.0.0.{rank}", "pid": 1, "step": 7}
@@ -113,9 +93,3 @@ def test_the_one_at_the_address_of_the_error_is_named(tmp_path: Path) -> None:
     beat(tmp_path, 2)
     assert name_lost_peer(tmp_path, World(0, 3), "Read error [10.0.0.2]:5002: reset") == "rank 2 (node 2)"
     assert name_lost_peer(tmp_path, World(0, 3), "no address") == "a peer"
-
-
-def test_the_one_that_has_been_silent_for_longest_is_named(tmp_path: Path) -> None:
-    beat(tmp_path, 1)
-    beat(tmp_path, 2, monotonic=time.monotonic() - 60)
-    assert name_lost_peer(tmp_path, World(0, 3), "Timed out") == "rank 2 (node 2), silent for 60 s since step 7,"

@@ -81,7 +81,6 @@ SINGLE: tuple[str, ...] = ()
 DP = ("--layout", "dp", "--nproc-per-node", "3")
 DDP = ("--layout", "ddp", "--nproc-per-node", "2")
 STRICT = ("--guard", "strict")
-DDP_4 = ("--layout", "ddp", "--nproc-per-node", "4")
 
 
 def run(output: Path, off: str, words: tuple[str, ...], env: Mapping[str, str]) -> tuple[int, str]:
@@ -121,29 +120,22 @@ FOREIGN = file("foreign_code")
     [
         # A callback that changes `requires_grad`.
         case("following requires_grad", *file("changing", "usual"), *DDP),
-        case("following requires_grad", *file("changing", "usual"), *DDP, "--shard", "optimizer"),
         case("following requires_grad", *file("changing", "usual"), *DDP, "--shard", "gradients"),
         # Batch normalisation in evaluation mode within forward.
         case("batch norm in evaluation", *file("changing", "pseudo labels"), *DP),
         case("batch norm in evaluation", *file("changing", "pseudo labels"), *DDP),
         # A forward that writes to its weights.
         case("written parameters", *file("writing", "max_norm"), *DP),
-        case("written parameters", *file("writing", "max_norm"), *DDP),
         case("written parameters", *file("writing", "rows unseen"), *DP),
-        case("written parameters", *file("writing", "rows unseen"), *DDP),
         case("written parameters", *file("writing", "decay"), *DDP),
         # Buffers that forward changes, and reads; a count that only shows where ranks count unlike.
-        case("foreign buffers", *file("changing", "codebook"), *DP),
         case("foreign buffers", *file("changing", "codebook"), *DDP),
-        case("foreign buffers", *file("changing", "counter"), *DP),
         case("foreign buffers", *file("changing", "counter"), *DDP),
-        case("foreign buffers", *file("changing", "counter"), *DDP_4),
         case("foreign buffers", *file("changing", "rare"), *DDP),
         # Hooks on weights.
         case("hooks of replicas", *file("changing", "hooks"), *DP, fast=True),
         # Random numbers.
         case("keyed draws", *file("draws_forward"), fast=True),
-        case("keyed draws", *file("draws_forward"), *DP),
         case("keyed draws", *file("draws_forward"), *DDP),
         case("generators of threads", *file("draws_forward"), *DP),
         case("generators of threads", *file("draws_own_seed"), *DP),
@@ -154,24 +146,19 @@ FOREIGN = file("foreign_code")
         case(NOBODY, *file("loses"), LOSES="attribute"),
         # A callback of rank 0 that changes weights.
         case(NOBODY, *file("one_rank_alone"), *DDP, CHANGED="0.weight"),
-        case(NOBODY, *file("one_rank_alone"), *DDP, "--shard", "optimizer", CHANGED="0.weight"),
         case(NOBODY, *file("one_rank_alone"), *DDP, "--shard", "parameters", CHANGED="0.weight", STEP="4"),
         # Samples that are random, which only a strict guard refuses, and a model that asks whether it is cut.
         case(NOBODY, *file("random_rows"), *STRICT, fast=True),
-        case(NOBODY, *file("random_rows"), *DDP, *STRICT),
         case(NOBODY, *file("asks_whether_cut"), *DDP, "--shard", "parameters"),
         # Models that keep, draw or ask for something of their own.
         case(NOBODY, *FOREIGN, CASE="attribute"),
-        case(NOBODY, *FOREIGN, *DDP, CASE="attribute"),
         case(NOBODY, *FOREIGN, *DDP, "--shard", "parameters", CASE="attribute"),
         case(NOBODY, *FOREIGN, CASE="global"),
-        case(NOBODY, *FOREIGN, *DP, CASE="global"),
         case(NOBODY, *FOREIGN, *DDP, CASE="own generator"),
         case(NOBODY, *FOREIGN, CASE="true randomness"),
         case(NOBODY, *FOREIGN, *DDP, CASE="clock"),
         case(NOBODY, *FOREIGN, *DDP, CASE="rank", fast=True),
         case(NOBODY, *FOREIGN, *DP, CASE="closure"),
-        case(NOBODY, *FOREIGN, *DP, CASE="buffer"),
         case(NOBODY, *FOREIGN, *DDP, CASE="buffer"),
         case(NOBODY, *FOREIGN, CASE="late"),
         case(NOBODY, *FOREIGN, *DDP, CASE="callback"),

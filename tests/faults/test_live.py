@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +14,10 @@ import pytest
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.directory import RunDirectory
 from tests.faults.launches import DOTS, Launch, Watch, check_aftermath, train_words, undisturbed
+from tests.faults.scenarios import Scenario, check_no_step_again, on
 from tests.support.commands import Ended, ddp, trained, wait_until
 from tests.support.processes import HANG
+from tests.support.wording import said_as_before
 
 STRUCK = str(Path(DOTS).with_name("struck.py"))
 STEPS = 48
@@ -33,10 +35,7 @@ class Ends(NamedTuple):
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     """How `struck` ends after its steps, trained by one process."""
-    output = tmp_path_factory.mktemp("alone")
-    ended = ddp("train", STRUCK, *KEPT, "--device", "cpu", "--output", output)
-    assert ended.code == 0, ended.errors
-    return ends_of(output)
+    return ends_alone(tmp_path_factory.mktemp("alone"), "cpu")
 
 
 def ends_of(output: Path) -> Ends:
@@ -44,10 +43,25 @@ def ends_of(output: Path) -> Ends:
     return Ends({name: record[name] for name in DIGESTS}, record["kept"])
 
 
-def train(output: Path, kills: Sequence[str], ranks: int = 3, *words: str, hangs: str = "") -> Ended:
-    live = ["--recovery", "live", "--timeout", "20", *KEPT]
+def ends_alone(output: Path, device: str, env: Mapping[str, str] | None = None) -> Ends:
+    """How `struck` ends after its steps, trained by one process on this device."""
+    ended = ddp("train", STRUCK, *KEPT, "--log-every", "1", "--device", device, "--output", output, env=env)
+    assert ended.code == 0, ended.errors
+    return ends_of(output)
+
+
+def train(
+    output: Path,
+    kills: Sequence[str],
+    *words: str,
+    device: str = "cpu",
+    ranks: int = 3,
+    env: Mapping[str, str] | None = None,
+) -> Ended:
+    """Train `struck` on so many ranks with a live recovery, of which some are killed."""
+    live = ["--recovery", "live", "--timeout", "20", *KEPT, "--device", device]
     full = train_words(output, *live, *words, ranks=ranks, experiment=STRUCK)
-    return ddp(*full, env={"STRUCK_KILLS": ",".join(kills), "STRUCK_HANGS": hangs}, timeout=HANG / 2)
+    return ddp(*full, env={"STRUCK_KILLS": ",".join(kills), **(env or {})}, timeout=2 * HANG)
 
 
 def check_end(output: Path, ended: Ended, ends: Ends) -> dict[str, Any]:
@@ -81,12 +95,7 @@ def check_live(output: Path, ended: Ended, ends: Ends, kills: Sequence[str]) -> 
     assert " lost after step " in ended.output
     assert "resumed at step" not in ended.output
     assert ended.errors.count("was killed (SIGKILL); the others go on") == lost
-    newest = 0
-    for each in map(json.loads, directory.metrics.read_text().splitlines()):
-        if each["kind"] == "resume":
-            # The step whose state has died with rank 0 may be computed again.
-            assert each["step"] >= newest - 1, "more than that was done again"
-        newest = each["step"] if each["kind"] == "step" else newest
+    check_no_step_again(directory.metrics)
     assert {attempt["layout"]["nproc_per_node"] for attempt in record["attempts"]} >= {2, 3} or lost > 1
     check_memberships(directory, record)
     again = [line for line, count in Counter(map(tuple, told(directory))).items() if count > 1]
@@ -110,27 +119,9 @@ def check_memberships(directory: RunDirectory, record: dict[str, Any]) -> None:
             assert 0 <= each["pause"] < HANG
 
 
-@pytest.mark.parametrize(
-    "kills",
-    [
-        pytest.param(["1.0 update 10"], id="in-the-update"),
-        pytest.param(["0.0 updated 16"], id="rank-0-before-it-tells-of-an-epoch", marks=pytest.mark.full),
-        pytest.param(["1.0 forward 20"], id="before-the-exchange", marks=pytest.mark.slow),
-        pytest.param(["2.0 backward 22"], id="in-backward", marks=pytest.mark.slow),
-        pytest.param(["1.0 later 31"], id="at-any-moment", marks=pytest.mark.slow),
-        pytest.param(["0.0 later 40"], id="rank-0-at-any-moment", marks=pytest.mark.slow),
-        pytest.param(["2.0 evaluation 5"], id="in-an-evaluation", marks=pytest.mark.slow),
-        pytest.param(["0.0 evaluation 5"], id="rank-0-in-an-evaluation", marks=pytest.mark.slow),
-        pytest.param(["0.0 save 3"], id="in-a-save", marks=pytest.mark.slow),
-        pytest.param(["1.0 update 10", "2.0 update 10"], id="two-at-once", marks=pytest.mark.slow),
-        pytest.param(
-            ["0.0 update 10", "1.0 update 14", "2.0 forward 20"], id="one-after-another", marks=pytest.mark.slow
-        ),
-        pytest.param(["1.0 update 10", "1.1 forward 1"], id="in-a-join", marks=pytest.mark.slow),
-    ],
-)
-def test_the_others_go_on(tmp_path: Path, ends: Ends, kills: list[str]) -> None:
-    check_live(tmp_path, train(tmp_path, kills), ends, kills)
+@pytest.mark.parametrize("scenario", [each for each in on("processes") if each.values[0].kills])
+def test_the_others_go_on(tmp_path: Path, ends: Ends, scenario: Scenario) -> None:
+    check_live(tmp_path, train(tmp_path, scenario.kills), ends, scenario.kills)
 
 
 @pytest.mark.slow
@@ -142,7 +133,7 @@ def test_all_are_lost_and_start_again(tmp_path: Path, ends: Ends) -> None:
 
 @pytest.mark.slow
 def test_no_restarts_are_left(tmp_path: Path) -> None:
-    ended = train(tmp_path, ["1.0 update 10"], 3, "--max-restarts", "0")
+    ended = train(tmp_path, ["1.0 update 10"], "--max-restarts", "0")
     assert ended.code == 6
     assert "rank 1 (node 0) was killed (SIGKILL)" in ended.errors
 
@@ -150,7 +141,7 @@ def test_no_restarts_are_left(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", ["1.0 forward 20", "0.0 evaluation 5"])
 def test_a_worker_that_hangs_is_replaced(tmp_path: Path, ends: Ends, kill: str) -> None:
-    ended = train(tmp_path, [kill], 3, "--timeout", "3", hangs="yes")
+    ended = train(tmp_path, [kill], "--timeout", "3", env={"STRUCK_HANGS": "yes"})
     check_end(tmp_path, ended, ends)
     assert f"rank {kill[0]} (node 0) has not come to the others for 3 s; it is killed now" in ended.errors
     assert ended.errors.count("was killed (SIGKILL); the others go on") == 1
@@ -177,45 +168,22 @@ def test_survivors_keep_their_processes_and_a_new_one_joins(tmp_path: Path) -> N
     check_aftermath(watch.output, digest, 480)
 
 
-CALLBACKS = {
-    'ranks = "all"': """class Mine(Callback):
-    ranks = "all"
-
-
-callbacks = [Mine()]
-""",
-    "observer of its own": """class Mine(StepObserver):
-    pass
-
-
-callbacks = [Mine()]
-""",
-}
-
-
-@pytest.mark.parametrize("reason", CALLBACKS)
-def test_callbacks_that_may_see_too_much_are_refused(tmp_path: Path, reason: str) -> None:
-    file = tmp_path / "mine.py"
-    more = "from ddp_core import Callback\nfrom ddp_core.observe.step import StepObserver\n\n\n" + CALLBACKS[reason]
-    file.write_text(Path(DOTS).read_text() + "\n\n" + more)
-    ended = ddp(*train_words(tmp_path, "--recovery", "live", experiment=file))
-    assert ended.code == 2, ended.errors
-    assert reason in ended.errors
-    assert "use --recovery restart" in ended.errors
+HEAD = "from ddp_core import Callback\nfrom ddp_core.observe.step import StepObserver\n\n\n"
+SEES_ALL = 'class Mine(Callback):\n    ranks = "all"\n\n\ncallbacks = [Mine()]\n'
+OBSERVES = "class Mine(StepObserver):\n    pass\n\n\ncallbacks = [Mine()]\n"
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--reduction", "plain"], "exact reduction"),
-        (["--launcher", "spawn"], "replaces no process"),
-    ],
+    ("code", "words"),
+    [(SEES_ALL, []), (OBSERVES, []), ("", ["--reduction", "plain"]), ("", ["--launcher", "spawn"])],
+    ids=["callbacks of all ranks", "an observer", "plain", "spawn"],
 )
-def test_where_it_cannot_be_had_it_is_refused(tmp_path: Path, words: list[str], reason: str) -> None:
-    ended = ddp(*train_words(tmp_path, "--recovery", "live", *words))
-    assert ended.code == 2
-    assert reason in ended.errors
-    assert "use --recovery restart" in ended.errors
+def test_where_it_cannot_be_had_it_is_refused(tmp_path: Path, code: str, words: list[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"{Path(DOTS).read_text()}\n\n{HEAD}{code}")
+    ended = ddp(*train_words(tmp_path / "out", "--recovery", "live", *words, experiment=file))
+    assert ended.code == 2, ended.errors
+    said_as_before(ended.errors)
 
 
 @pytest.mark.slow

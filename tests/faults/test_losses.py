@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -25,33 +26,56 @@ from tests.faults.launches import (
 from tests.faults.matrix import AGAIN, LATE, NOTICED, record_row
 from tests.faults.workers import run_workers
 from tests.support.cgroups import throttled
-from tests.support.commands import ddp, trained, wait_until
+from tests.support.commands import Ended, ddp, trained, wait_until
 from tests.support.processes import HANG
 
 PAUSE = 0.002
 RESTART = ("--recovery", "restart")
+KILLED = (
+    "ddp: rank {} (node 0) was killed (SIGKILL)\n"
+    "ddp: starting the workers again from the last checkpoint (2 more restarts allowed)\n"
+)
+
+
+each_share = pytest.mark.parametrize(
+    "shard", ["none", *(pytest.param(mode, marks=pytest.mark.slow) for mode in SHARD_MODES)]
+)
+
+
+def struck(output: Path, fault: str, word: str, *words: str, ranks: int) -> tuple[Ended, float, float]:
+    """How a launch ends that meets the fault, and how long after it the launch has said `word`, and trained again."""
+    watch = Watch(output)
+    with Launch(*train_words(output, *words, "--fault", fault, ranks=ranks), pause=PAUSE) as launch:
+        wait_until(lambda: word in launch.errors(), HANG, "the loss is noticed")
+        noticed = now() - watch.when_struck(fault)
+        recovered = watch.wait_for_new_step(watch.when_struck(fault))
+        ended = launch.wait()
+    assert ended.code == 0, ended.errors
+    return ended, noticed, recovered
 
 
 @pytest.mark.full
-def test_a_killed_worker_is_replaced(tmp_path: Path, digest: str) -> None:
-    watch = Watch(tmp_path)
-    with Launch(*train_words(tmp_path, *RESTART, "--fault", "kill@30:1"), pause=PAUSE) as launch:
-        wait_until(lambda: "killed" in launch.errors(), HANG, "the loss is noticed")
-        noticed = now() - watch.when_struck("kill@30:1")
-        recovered = watch.wait_for_new_step(watch.when_struck("kill@30:1"))
-        ended = launch.wait()
-    assert ended.code == 0
-    assert ended.errors == (
-        "ddp: rank 1 (node 0) was killed (SIGKILL)\n"
-        "ddp: starting the workers again from the last checkpoint (2 more restarts allowed)\n"
-    )
+@each_share
+def test_a_killed_worker_is_replaced(tmp_path: Path, digest: str, shard: ShardMode | Literal["none"]) -> None:
+    words = ("--shard", shard, *RESTART)
+    ended, noticed, recovered = struck(tmp_path, "kill@30:1", "killed", *words, ranks=2 if shard == "none" else 3)
+    assert ended.errors == KILLED.format(1)
     assert "resumed at step 28" in ended.output
     assert len(check_aftermath(tmp_path, digest)["attempts"]) == 2
-    record_row(
-        1,
-        f"noticed after {noticed:.2f} s, trains again after {recovered:.1f} s, same weights",
-        {NOTICED: noticed, AGAIN: recovered},
-    )
+    said = f"--shard {shard}: noticed after {noticed:.2f} s, trains again after {recovered:.1f} s, same weights"
+    record_row(1, said, {NOTICED: noticed, AGAIN: recovered})
+
+
+@pytest.mark.slow
+@each_share
+def test_a_stopped_worker_is_replaced(tmp_path: Path, digest: str, shard: ShardMode | Literal["none"]) -> None:
+    words = ("--shard", shard, *RESTART, "--timeout", "3")
+    ended, noticed, recovered = struck(tmp_path, "pause@30:1", "is stopped", *words, ranks=2 if shard == "none" else 3)
+    assert "rank 1 (node 0) is stopped; it is killed now" in ended.errors
+    assert noticed > 3
+    check_aftermath(tmp_path, digest)
+    said = f"worker, --shard {shard}: noticed {noticed - 3:.1f} s after the timeout, same weights"
+    record_row(5, said, {LATE: noticed - 3, AGAIN: recovered})
 
 
 @pytest.mark.full
@@ -59,10 +83,7 @@ def test_a_killed_worker_is_named_where_its_peer_left_sooner(tmp_path: Path, dig
     file = Path(DOTS).with_name("dots_dying_slowly.py")
     ended = ddp(*train_words(tmp_path, *RESTART, experiment=file), timeout=HANG)
     assert ended.code == 0
-    assert ended.errors == (
-        "ddp: rank 0 (node 0) was killed (SIGKILL)\n"
-        "ddp: starting the workers again from the last checkpoint (2 more restarts allowed)\n"
-    )
+    assert ended.errors == KILLED.format(0)
     check_aftermath(tmp_path, digest)
 
 
@@ -91,28 +112,6 @@ def test_twenty_kills_are_twenty_recoveries(tmp_path: Path) -> None:
     record_row(1, said, {AGAIN: worst})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", SHARD_MODES)
-def test_a_killed_worker_that_had_the_only_copy_of_a_part_is_replaced(
-    tmp_path: Path, digest: str, shard: ShardMode
-) -> None:
-    watch = Watch(tmp_path)
-    words = train_words(tmp_path, "--shard", shard, "--fault", "kill@30:1", ranks=3)
-    with Launch(*words, pause=PAUSE) as launch:
-        wait_until(lambda: "killed" in launch.errors(), HANG, "the loss is noticed")
-        noticed = now() - watch.when_struck("kill@30:1")
-        recovered = watch.wait_for_new_step(watch.when_struck("kill@30:1"))
-        ended = launch.wait()
-    assert ended.code == 0
-    assert "resumed at step 28" in ended.output
-    check_aftermath(tmp_path, digest)
-    record_row(
-        1,
-        f"--shard {shard}: noticed after {noticed:.2f} s, trains again after {recovered:.1f} s, same weights",
-        {NOTICED: noticed, AGAIN: recovered},
-    )
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("when", ["while it trains", pytest.param("while it starts", marks=pytest.mark.slow)])
 def test_workers_leave_with_their_launcher(tmp_path: Path, digest: str, when: str) -> None:
@@ -134,49 +133,6 @@ def test_workers_leave_with_their_launcher(tmp_path: Path, digest: str, when: st
         record_row(
             4, f"workers gone after {gone:.2f} s; resumed on another layout, same weights", {"workers gone": gone}
         )
-
-
-@pytest.mark.slow
-def test_a_stopped_worker_is_replaced(tmp_path: Path, digest: str) -> None:
-    watch, timeout, fault = Watch(tmp_path), 3, "pause@30:1"
-    words = train_words(tmp_path, *RESTART, "--fault", fault, "--timeout", str(timeout))
-    with Launch(*words, pause=PAUSE) as launch:
-        wait_until(lambda: "is stopped" in launch.errors(), HANG, "the silence is noticed")
-        noticed = now() - watch.when_struck(fault)
-        recovered = watch.wait_for_new_step(watch.when_struck(fault))
-        ended = launch.wait()
-    assert ended.code == 0
-    assert "rank 1 (node 0) is stopped; it is killed now" in ended.errors
-    assert noticed > timeout
-    check_aftermath(tmp_path, digest)
-    record_row(
-        5,
-        f"worker: noticed {noticed - timeout:.1f} s after the timeout, same weights",
-        {LATE: noticed - timeout, AGAIN: recovered},
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", SHARD_MODES)
-def test_a_stopped_worker_that_had_the_only_copy_of_a_part_is_replaced(
-    tmp_path: Path, digest: str, shard: ShardMode
-) -> None:
-    watch, timeout, fault = Watch(tmp_path), 3, "pause@30:1"
-    words = train_words(tmp_path, "--shard", shard, "--fault", fault, "--timeout", str(timeout))
-    with Launch(*words, pause=PAUSE) as launch:
-        wait_until(lambda: "is stopped" in launch.errors(), HANG, "the silence is noticed")
-        noticed = now() - watch.when_struck(fault)
-        recovered = watch.wait_for_new_step(watch.when_struck(fault))
-        ended = launch.wait()
-    assert ended.code == 0
-    assert "rank 1 (node 0) is stopped; it is killed now" in ended.errors
-    assert noticed > timeout
-    check_aftermath(tmp_path, digest)
-    record_row(
-        5,
-        f"worker, --shard {shard}: noticed {noticed - timeout:.1f} s after the timeout, same weights",
-        {LATE: noticed - timeout, AGAIN: recovered},
-    )
 
 
 @pytest.mark.full

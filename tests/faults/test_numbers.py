@@ -16,7 +16,7 @@ from ddp_core.experiment.building import resolve
 from ddp_core.experiment.file import load_experiment
 from tests.faults.launches import DOTS, check_aftermath
 from tests.faults.matrix import record_row
-from tests.faults.workers import run_workers
+from tests.faults.workers import Prepare, run_workers
 from tests.support.commands import ddp, trained
 from tests.support.layout_cases import digests
 
@@ -131,26 +131,23 @@ def _another_rate(rank: int) -> None:
         pytest.MonkeyPatch().setattr(cli, "main", lambda words: original([*words, "--set", "optimizer.lr=0.06"]))
 
 
-def test_another_configuration_on_one_rank_is_found_before_training(tmp_path: Path) -> None:
-    answers = run_workers([*WORDS, "--output", str(tmp_path)], 2, _another_rate)
-    check_disagreement(tmp_path, [answer.code for answer in answers], answers[0].errors, "experiment")
-    record_row(27, "another optimizer.lr: 2 on both ranks")
-
-
 def _other_code(rank: int) -> None:
     if rank == 1:
         code = {"version": "0.0.9", "commit": "0123456", "dirty": False}
         pytest.MonkeyPatch().setattr("ddp_core.record.environment.describe_code", lambda: code)
 
 
-@pytest.mark.slow
-def test_other_code_on_one_rank_is_found_before_training(tmp_path: Path) -> None:
-    answers = run_workers([*WORDS, "--output", str(tmp_path)], 2, _other_code)
-    check_disagreement(tmp_path, [answer.code for answer in answers], answers[0].errors, "code version")
-    record_row(27, "another code version: 2 on both ranks")
-
-
-def check_disagreement(output: Path, codes: list[int], errors: str, what: str) -> None:
-    assert codes == [2, 2]
-    assert f"ranks 1 have another {what} than rank 0: start every node with the same code" in errors
-    assert list(output.glob("*/*/run.json")) == []
+@pytest.mark.parametrize(
+    ("differs", "what"),
+    [
+        pytest.param(_another_rate, "experiment", id="optimizer.lr"),
+        pytest.param(_other_code, "code version", id="code", marks=pytest.mark.slow),
+    ],
+)
+def test_what_differs_on_one_rank_is_found_before_training(tmp_path: Path, differs: Prepare, what: str) -> None:
+    answers = run_workers([*WORDS, "--output", str(tmp_path)], 2, differs)
+    assert [answer.code for answer in answers] == [2, 2]
+    said = f"ranks 1 have another {what} than rank 0: start every node with the same code"
+    assert said in answers[0].errors
+    assert list(tmp_path.glob("*/*/run.json")) == []
+    record_row(27, f"another {what}: 2 on both ranks")

@@ -115,55 +115,37 @@ def test_a_malicious_checkpoint_is_refused_not_run(output: Path, tmp_path: Path)
     record_row(13, "refused before unpickling, 3")
 
 
+def _limit_files(victim: int, rank: int) -> None:
+    """Let no file of the victim grow beyond 20 kB, as on a full disk."""
+    if rank == victim:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
 @pytest.mark.slow
-def test_a_full_disk_ends_the_run_and_loses_one_save(tmp_path: Path) -> None:
-    wide = ["--set", "model.width=150"]
+@pytest.mark.parametrize(
+    ("shard", "victim"),
+    [("", 0), *((shard, victim) for shard in ("optimizer", "parameters") for victim in (0, 1))],
+)
+def test_a_full_disk_of_one_rank_ends_the_run_and_loses_one_save(tmp_path: Path, shard: str, victim: int) -> None:
+    wide = ["--set", f"model.width={600 if shard else 150}"]
     expected = undisturbed(tmp_path / "undisturbed", *wide)
-    output = tmp_path / "outputs"
-    assert ddp(*WORDS, *wide, "--output", output, "--fault", "raise@18").code == 2
+    output, ranks = tmp_path / "outputs", 2 if shard else 1
+    layout = ["--layout", "ddp", "--nproc-per-node", "2", "--shard", shard] if shard else []
+    words = [*WORDS, *wide, "--output", str(output)]
+    assert ddp(*words, *layout, "--fault", "raise@18").code == 2
     newest = checkpoints(output)[0]
-    assert newest.bytes > 20_000, "larger than all other files of the run"
-    words = [*WORDS, *wide, "--output", str(output), "--resume", "auto"]
-    [ended] = run_workers(words, 1, partial(_limit_files, 20_000))
-    assert ended.code == 4
-    assert "file too large (EFBIG): needs" in ended.errors
-    assert "`ulimit -f` allows 20.0 kB for" in ended.errors
+    sizes = [part.bytes for part in newest.parts] if shard else [newest.bytes]
+    assert min(sizes) > 20_000, "larger than all other files of the run"
+    resumed = [*words, "--resume", "auto"]
+    for rank, ended in enumerate(run_workers([*resumed, *layout], ranks, partial(_limit_files, victim))):
+        assert ended.code == 4, f"rank {rank}: {ended.errors}"
+        assert "file too large (EFBIG): needs" in ended.errors
+        assert shard or "`ulimit -f` allows 20.0 kB for" in ended.errors
+        assert not shard or f"rank {victim} (node 0): file too large" in ended.errors
+        assert not shard or f".part-{victim + 1}-of-2.pt" in ended.errors
     directory, record = trained(output)
     assert (record["status"], record["exit_code"]) == ("failed", 4)
     assert newest_valid(directory.checkpoints) == newest
-    assert ddp(*words).code == 0
-    check_aftermath(output, expected)
-    record_row(8, "4, with what is needed and `ulimit -f`; resumed from the checkpoint before, same weights")
-
-
-def _limit_files(limit: int, rank: int) -> None:
-    """Let no file of this process grow beyond `limit` bytes, as on a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_full_disk_of_one_rank_ends_a_sharded_run_and_loses_one_save(tmp_path: Path, shard: str, victim: int) -> None:
-    wide = ["--set", "model.width=600"]
-    expected = undisturbed(tmp_path / "undisturbed", *wide)
-    output = tmp_path / "outputs"
-    sharded = ["--layout", "ddp", "--nproc-per-node", "2", "--shard", shard]
-    words = [*WORDS, *wide, "--output", str(output)]
-    assert ddp(*words, *sharded, "--fault", "raise@18").code == 2
-    newest = checkpoints(output)[0]
-    assert min(part.bytes for part in newest.parts) > 20_000, "larger than all other files of the run"
-    resumed = [*words, "--resume", "auto"]
-    for rank, ended in enumerate(run_workers([*resumed, *sharded], 2, partial(_limit_files_of, victim, 20_000))):
-        assert ended.code == 4, f"rank {rank}: {ended.errors}"
-        assert f"rank {victim} (node 0): file too large (EFBIG): needs" in ended.errors
-        assert f".part-{victim + 1}-of-2.pt" in ended.errors
-    assert newest_valid(trained(output)[0].checkpoints) == newest
     assert ddp(*resumed).code == 0
     check_aftermath(output, expected)
-    record_row(8, "one of two ranks that save together: 4 on both; resumed from the checkpoint before, same weights")
-
-
-def _limit_files_of(victim: int, limit: int, rank: int) -> None:
-    if rank == victim:
-        _limit_files(limit, rank)
+    record_row(8, f"one of {ranks}: 4 on all, with what is needed; resumed from the checkpoint before, same weights")

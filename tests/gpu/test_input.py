@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from ddp_core.data import prefetching
 from ddp_core.data.augment import Augmentation, crop_and_flip, shift_and_flip, turn_shift_scale
 from ddp_core.data.loader import Loader
 from ddp_core.data.prefetching import OnDemand, brought_ahead
-from ddp_core.data.splits import ByteImages, InMemory
+from ddp_core.data.splits import ByteImages
 from ddp_core.data.trees import StepIds
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
@@ -81,25 +80,6 @@ def test_a_sample_has_the_same_bits_on_every_layout(augmentation: Augmentation |
         assert torch.equal(together, torch.cat([whole.fetch(epoch, ids)[0] for ids in micro_batches]))
 
 
-def test_raw_samples_have_the_bits_of_the_cpu() -> None:
-    dataset = InMemory(torch.randn(SAMPLES, 5), torch.arange(SAMPLES))
-    ours, expected = (
-        inputs_of(Loader(dataset, device=device).stream(steps(5))) for device in (CUDA, torch.device("cpu"))
-    )
-    assert all(torch.equal(mine.cpu(), other) for mine, other in zip(ours, expected, strict=True))
-
-
-def test_an_augmentation_of_the_host_sees_finished_inputs_there() -> None:
-    seen = set()
-
-    def apply(inputs: torch.Tensor, uniforms: Any) -> torch.Tensor:
-        seen.add((inputs.device.type, inputs.dtype, type(uniforms)))
-        return inputs + 1
-
-    inputs_of(Loader(pictures(), Augmentation(2, apply), device=CUDA).stream(steps(3)))
-    assert seen == {("cpu", torch.float32, np.ndarray)}
-
-
 def test_next_does_not_make_the_host_wait() -> None:
     with contextlib.closing(Loader(pictures(), shift_and_flip(2), device=CUDA).stream(steps(30))) as stream:
         for _ in range(5):  # the first steps upload what is constant
@@ -144,13 +124,6 @@ def test_a_step_that_grows_too_large_on_the_device_does_not_lie_ahead(monkeypatc
             lie_ahead.append(not isinstance(step, OnDemand))
             assert [inputs.mean().item() for inputs, _ in step] == [0, 1]
     assert lie_ahead == [True, False, False, False]
-
-
-def test_a_stream_that_is_closed_early_leaves_no_thread() -> None:
-    stream = Loader(pictures(), device=CUDA).stream(steps(30))
-    next(stream)
-    stream.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
 def test_evaluation_has_the_figures_of_its_batches() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -171,22 +171,6 @@ def _fork(start: bool) -> int:
 def test_a_fork_after_the_drivers_start_may_not_use_a_device() -> None:
     assert on_devices(1, _fork, True) == 7
     assert on_devices(1, _fork, False) == 0
-
-
-def _precisions() -> Iterator[torch.dtype]:
-    matrix = torch.ones(2, 2, device="cuda")
-    for precision in (torch.bfloat16, torch.float16):
-        with torch.autocast("cuda", dtype=precision):
-            yield (matrix @ matrix).dtype
-    yield (matrix @ matrix).dtype
-
-
-def _listed() -> list[torch.dtype]:
-    return list(_precisions())
-
-
-def test_autocast_rounds() -> None:
-    assert on_devices(1, _listed) == [torch.bfloat16, torch.float16, torch.float32]
 
 
 def _copies() -> None:

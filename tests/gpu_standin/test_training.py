@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +15,8 @@ from torch import nn
 
 from ddp_core.base.determinism import choose_kernels
 from ddp_core.base.digests import weights_digest
-from ddp_core.base.errors import ExitCode
 from ddp_core.checkpoint.ranks import Ranks
-from ddp_core.config.layout import SHARD_MODES, Layout
+from ddp_core.config.layout import Layout
 from ddp_core.distributed.process_group import local_device, process_group
 from ddp_core.distributed.world import World, free_port
 from tests.core.trainers.test_trainers import (
@@ -32,7 +30,6 @@ from tests.core.trainers.test_trainers import (
 )
 from tests.gpu.test_replicas import _sums
 from tests.gpu.test_speed import RaisesWhereTheHostWaits
-from tests.gpu.test_steps import GREEDY
 from tests.gpu_standin.playing import on_devices, ranks_on_devices
 from tests.support.commands import ddp, trained
 from tests.support.standin_cuda import NAME, environment
@@ -148,28 +145,6 @@ def test_no_step_waits_for_the_device(reduction: str, cuda_graph: bool) -> None:
     assert on_devices(1, _steps_without_waits, reduction, cuda_graph) == 8
 
 
-def _work(rank: int, world_size: int, words: list[str]) -> int:
-    from ddp_core.cli import main
-
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    with contextlib.redirect_stdout(io.StringIO()):
-        return main(words)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_every_way_to_cut_has_the_digest_of_one_process(precision: str, tmp_path: Path) -> None:
-    words = ["train", "digits", "--device", "cuda", "--set", "max_steps=6", "--set", f"precision={precision}"]
-    found = {}
-    for shard in ("", "none", *SHARD_MODES):
-        output = tmp_path / f"{shard or 'single'}"
-        layout = ["--layout", "ddp", "--shard", shard] if shard else []
-        work = [*words, "--output", str(output), *layout]
-        assert ranks_on_devices(2, 2, _work, work) == [0, 0] if shard else on_devices(2, _work, 0, 1, work) == 0
-        found[shard] = trained(output)[1]["weights_sha256"]
-    assert len(set(found.values())) == 1, found
-
-
 def _without_peers(error: str) -> list[str]:
     """What a rank says that NCCL has failed, and whether anything can be sent afterwards."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
@@ -198,22 +173,6 @@ def test_a_rank_that_waits_for_its_device_hears_that_nccl_has_failed() -> None:
 @pytest.mark.parametrize(("devices", "ranks"), [(3, 3), (1, 2)], ids=["one device each", "one device for both"])
 def test_sums_between_devices_are_those_of_the_cpu(devices: int, ranks: int) -> None:
     assert ranks_on_devices(devices, ranks, _sums) == [[]] * ranks
-
-
-def test_a_lack_of_memory_on_a_device_says_what_to_do(tmp_path: Path) -> None:
-    file = tmp_path / "greedy.py"
-    file.write_text(GREEDY.replace("{when}", "True"))
-    ended = ddp("train", file, "--device", "cuda", "--output", tmp_path / "outputs", env=environment(1))
-    assert ended.code == ExitCode.RESOURCES, ended.errors
-    assert "out of memory (CUDA out of memory. Tried to allocate " in ended.errors
-    assert "--set micro_batch=N" in ended.errors
-
-
-def test_what_nccl_cannot_do_is_refused(tmp_path: Path) -> None:
-    words = ["--layout", "ddp", "--nproc-per-node", "2", "--device", "cuda", "--backend", "nccl", "--output", tmp_path]
-    ended = ddp("train", "toy_mlp", *words, env=environment(1))
-    assert ended.code == ExitCode.RESOURCES, ended.errors
-    assert "nccl needs a GPU for each rank" in ended.errors
 
 
 @pytest.mark.full

@@ -8,14 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from ddp_core.base.errors import ExitCode
 from ddp_core.distributed.reports import report_end
 from ddp_core.distributed.world import World
-from ddp_core.launch.agent import Agent
-from ddp_core.launch.decision import Decision, Next
 from ddp_core.launch.elastic import _run_agent
 from ddp_core.launch.launch import _close_record
 from ddp_core.launch.meeting import join
@@ -23,7 +20,6 @@ from ddp_core.launch.nodes import Meeting
 from ddp_core.record.lock import RunLock
 from tests.core.record.test_run_directory import make, request
 from tests.support.commands import command
-from tests.support.processes import ask
 
 ALONE = Meeting(launch_id="mine")
 
@@ -49,30 +45,6 @@ def test_a_launch_that_was_stopped_can_go_on_with_its_id(tmp_path: Path, code: E
         assert handler.is_closed() is closes
     finally:
         handler.shutdown()
-
-
-class MakesRoom(Agent):
-    """Makes room twice, and then ends."""
-
-    def __init__(self, *words: Any) -> None:
-        super().__init__(*words)
-        self.decisions = [Next.MAKE_ROOM, Next.MAKE_ROOM, Next.END]
-
-    def _decide(self, *_: object) -> Decision:
-        return Decision(self.decisions.pop(0))
-
-
-def starts_without_restarts(folder: Path) -> int:
-    """How often an agent that may not restart starts a worker that fails, where it makes room twice."""
-    words = ("-c", f"echo started >> {folder}/starts; exit 75")
-    handler = join(ALONE, "127.0.0.1", 60)
-    spec = WorkerSpec("trainer", 1, handler, entrypoint="/bin/sh", args=words, max_restarts=0, local_addr="127.0.0.1")
-    MakesRoom(spec, DefaultLogsSpecs(log_dir=str(folder)), folder, None, [], {}).run()
-    return len((folder / "starts").read_text().split())
-
-
-def test_room_for_a_node_costs_no_restart(tmp_path: Path) -> None:
-    assert ask(starts_without_restarts, tmp_path) == 3
 
 
 @pytest.mark.full

@@ -110,12 +110,6 @@ def test_another_request_is_named_on_every_node(other: dict[str, Any], named: st
     assert compared(facts(), facts(), facts(**other)) == [told] * 3
 
 
-def test_another_setting_is_another_experiment() -> None:
-    (first, second) = compared(facts("epochs=3"), facts("epochs=4"))
-    assert first == second
-    assert "another experiment than node 0" in (first or "")
-
-
 @pytest.mark.parametrize(("answers", "left_at"), [([True] * 20, None), ([True] * 5 + [False] * 20, 18.0)])
 def test_a_node_is_cut_off_when_nothing_has_answered_for_so_long(
     monkeypatch: pytest.MonkeyPatch, answers: list[bool], left_at: float | None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -52,14 +51,6 @@ def codes(place: Path) -> object:
         return ended
 
 
-def patience(place: Path) -> object:
-    with Nursery(act) as nursery:
-        try:
-            nursery.start(["sleep"], os.environ).wait(0.1)
-        except subprocess.TimeoutExpired:
-            return "expired"
-
-
 def leaving(place: Path) -> object:
     with Nursery(act) as nursery:
         sleeping = nursery.start(["sleep"], os.environ)
@@ -102,17 +93,13 @@ def interrupted(place: Path) -> object:
         return *codes, first.wait(HANG)
 
 
-CASES = {"codes": codes, "patience": patience, "leaving": leaving, "killed": killed, "interrupted": interrupted}
+CASES = {"codes": codes, "leaving": leaving, "killed": killed, "interrupted": interrupted}
 
 
 def test_each_end_is_told_with_its_code(tmp_path: Path) -> None:
     (ended,) = run_processes(lead, 1, "codes", str(tmp_path))
     assert ended == (7, 1, -signal.SIGTERM)
     assert (tmp_path / "said").read_text() == "3 True x"
-
-
-def test_waiting_has_a_limit(tmp_path: Path) -> None:
-    assert run_processes(lead, 1, "patience", str(tmp_path)) == ["expired"]
 
 
 def test_no_worker_outlives_the_nursery(tmp_path: Path) -> None:

@@ -24,25 +24,6 @@ def begun(store: dist.Store, most_nodes: int = 3) -> Members:
     return members
 
 
-def test_what_is_noted_is_read(store: dist.TCPStore) -> None:
-    members = begun(store)
-    before = members.count()
-    members.note("asked", "0.0@2")
-    members.note_left(0, "0.0@1", 7)
-    members.note("ended", "0.0@0")
-    members.note("launchers", "1=127.0.0.1:29400")
-    assert members.count() == before + 4
-    notes = members.read()
-    assert notes.now == FIRST
-    assert notes.alive == ("0.0@1",)
-    assert notes.left == {"0.0@1": 7}
-    assert notes.waiting == {"0.0@2"}
-    assert notes.nodes == {1, 2}
-    assert notes.launchers == {1: "127.0.0.1:29400"}
-    assert notes.over == ""
-    assert notes.following == Membership(1, ("0.0@1", "0.0@2"))
-
-
 def test_of_two_that_decide_the_first_one_counts(store: dist.TCPStore) -> None:
     members, other = (begun(store_at(f"127.0.0.1:{store.port}/ddp/1", 20)) for _ in range(2))
     one, two = Membership(1, ("0.0@0",)), Membership(1, ("0.0@1",))
@@ -58,20 +39,6 @@ def test_no_more_nodes_are_taken_in_than_there_may_be(store: dist.TCPStore) -> N
     assert members.read().waiting == {"0.0@2", "1.0@2"}
     members.note("ended", "0.0@1")
     assert members.read().waiting == {"0.0@2", "1.0@2", "0.0@3"}
-
-
-def test_a_node_that_leaves_has_nothing_to_wait_for(store: dist.TCPStore) -> None:
-    members = begun(store)
-    members.note("asked", "0.0@2")
-    members.note("leaving", 2)
-    assert members.read().waiting == frozenset()
-
-
-def test_nodes_have_numbers_of_their_own(store: dist.TCPStore) -> None:
-    assert [Members(store).number_of_new_node() for _ in range(2)] == [0, 1]
-    assert Members(store).nodes_come() == 2
-    members = begun(store)
-    assert [members.number_of_new_node(), members.number_of_new_node()] == [2, 3]
 
 
 def test_an_empty_store_gets_what_launchers_know_and_new_nodes_wait_for_all_of_them(store: dist.TCPStore) -> None:
@@ -91,10 +58,3 @@ def test_an_empty_store_gets_what_launchers_know_and_new_nodes_wait_for_all_of_t
     assert [one.number_of_new_node(), two.number_of_new_node()] == [5, 6]
     assert not one.renew(Membership(4, ("0.0@1",)), nodes=2)
     assert two.read().now == newer
-
-
-def test_the_first_word_says_how_it_ended(store: dist.TCPStore) -> None:
-    members = begun(store)
-    members.note("over", "done")
-    members.note("over", "broken")
-    assert members.read().over == "done"

@@ -450,32 +450,25 @@ RULE = membership.next_membership
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "wrong", "losses", "leaves"),
+    ("name", "wrong", "happens"),
     [
-        ("newest_holder", lambda held: next((rank for rank, each in enumerate(held) if each is not None), None), 1, 0),
-        ("must_leave", lambda mine, now: mine < 0, 1, 0),
-        ("next_membership", lambda now, ended, left, waiting, leaving: None, 1, 0),
-        ("goes_back_to_checkpoint", lambda newest, checkpoint: newest is None, 1, 0),
-        ("ended_with", lambda names, nodes: set(), 1, 0),
-        ("lost_in_silence", lambda now, silent, ended, left: set(), 1, 0),
-        ("next_membership", _lets_go_of_a_leaving_node, 1, 1),
+        ("newest_holder", lambda held: next((rank for rank, each in enumerate(held) if each is not None), None), {}),
+        ("must_leave", lambda mine, now: mine < 0, {}),
+        ("next_membership", lambda now, ended, left, waiting, leaving: None, {}),
+        ("goes_back_to_checkpoint", lambda newest, checkpoint: newest is None, {}),
+        ("ended_with", lambda names, nodes: set(), {}),
+        ("lost_in_silence", lambda now, silent, ended, left: set(), {}),
+        ("next_membership", _lets_go_of_a_leaving_node, {"leaves": 1}),
+        ("renewed", lambda stored, offered: stored, {"losses": 0, "outages": 1}),
+        ("renewed", lambda stored, offered: None if stored == offered else offered, {"losses": 0, "outages": 1}),
     ],
 )
 def test_a_wrong_rule_is_found(
-    name: str, wrong: object, losses: int, leaves: int, monkeypatch: pytest.MonkeyPatch
+    name: str, wrong: object, happens: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(membership, name, wrong)
     with pytest.raises(AssertionError):
-        explore(losses, last=2, leaves=leaves)
-
-
-@pytest.mark.parametrize(
-    "wrong", [lambda stored, offered: stored, lambda stored, offered: None if stored == offered else offered]
-)
-def test_a_wrong_rule_for_a_new_store_is_found(wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "renewed", wrong)
-    with pytest.raises(AssertionError):
-        explore(losses=0, last=2, outages=1)
+        explore(**{"losses": 1, "last": 2, **happens})
 
 
 def test_of_groups_in_a_new_store_the_newest_counts() -> None:
@@ -492,8 +485,3 @@ def test_ranks_of_a_node_are_beside_each_other() -> None:
     assert after == Membership(1, ("1.0@0", "0.1@0", "0.0@1", "1.0@1", "0.0@2"))
     assert membership.place_among(after, "0.0@2") == (1, 0)
     assert membership.place_among(now, "1.0@1") == (2, 1)
-
-
-def test_a_membership_is_read_back() -> None:
-    made = Membership(3, ("0.0@0", "1.2@4"))
-    assert Membership.from_text(made.to_text()) == made

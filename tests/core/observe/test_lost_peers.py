@@ -113,6 +113,11 @@ STACK = "\nException raised from create at /pytorch/torch/csrc/distributed/c10d/
             "60000 milliseconds before timing out.",
         ),
         ("NCCL met a REMOTE_ERROR while this rank waited for its device",) * 2,
+        (
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:5002: Connection reset "
+            "by peer. This is typically caused by a remote worker hanging. GLHF!",
+            "Read error [10.0.0.2]:5002: Connection reset by peer",
+        ),
     ],
 )
 def test_what_nccl_says_of_a_lost_peer_is_one(text: str, reason: str) -> None:

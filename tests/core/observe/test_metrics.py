@@ -23,51 +23,11 @@ from tests.support.mounts import tmpfs
 from tests.support.processes import ask
 
 
-def test_records_come_back_by_kind(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as metrics:
-        metrics.write("step", step=1, loss=0.5, lr=0.1)
-        metrics.write("evaluation", step=1, test_accuracy=0.9)
-        metrics.write("step", step=2, loss=0.25, lr=0.1)
-    steps = read_metrics(path, "step")
-    assert [(record["step"], record["loss"]) for record in steps] == [(1, 0.5), (2, 0.25)]
-    assert [record["kind"] for record in read_metrics(path)] == ["step", "evaluation", "step"]
-    assert all("time" in record for record in steps)
-
-
-def test_a_record_is_on_disk_when_it_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as metrics:
-        for step in range(50):
-            metrics.write("step", step=step, loss=1.0)
-            content = path.read_text()
-            assert content.endswith("\n")
-            assert len(content.splitlines()) == step + 1
-
-
 def test_what_json_has_no_word_for_becomes_null(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path / "m") as metrics:
         metrics.write("step", step=1, loss=math.nan, lr=math.inf, low=-math.inf, one=1.0)
     (record,) = (json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "m").read_text().splitlines())
     assert (record["loss"], record["lr"], record["low"], record["one"]) == (None, None, None, 1.0)
-
-
-def test_a_resume_rolls_back_what_came_after_its_step(tmp_path: Path) -> None:
-    path = tmp_path / "m"
-    with MetricsWriter(path) as metrics:
-        for step in (1, 2, 3, 4):
-            metrics.write("step", step=step, loss=step / 10)
-    with MetricsWriter(path) as metrics:
-        metrics.write("resume", step=2)
-        metrics.write("step", step=3, loss=30.0)
-    assert [(record["step"], record["loss"]) for record in read_metrics(path, "step")] == [
-        (1, 0.1),
-        (2, 0.2),
-        (3, 30.0),
-    ]
-    with MetricsWriter(path) as metrics:
-        metrics.write("resume", step=0)
-    assert read_metrics(path, "step") == []
 
 
 def test_two_resumes_roll_back_as_one_after_the_other_does(tmp_path: Path) -> None:
@@ -110,12 +70,6 @@ def test_a_half_written_or_foreign_line_is_left_out(tmp_path: Path, rest: str) -
     assert [record["step"] for record in read_metrics(path)] == [1]
 
 
-def test_no_file_is_no_records(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "none") == []
-    with MetricsWriter(None) as metrics:
-        metrics.write("step", step=1)
-
-
 def test_rank_zero_speaks_and_keeps_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(0, 4)
     console.log_to(tmp_path / "log.txt")
@@ -140,14 +94,6 @@ def test_the_log_is_left_alone_once_another_process_has_taken_the_run_over(tmp_p
     assert "woke" not in (tmp_path / "log.txt").read_text()
 
 
-def test_other_ranks_only_warn_and_say_who_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(3, 4)
-    console.say("hello")
-    console.warn("careful")
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "[rank 3] warning: careful\n")
-
-
 def test_without_a_terminal_a_line_breaks_a_long_silence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,13 +114,6 @@ def test_without_a_terminal_a_line_breaks_a_long_silence(
     assert output.splitlines()[0] == "step     31 of 3000  loss 0.5000  about 1 h 39 min left"
     assert errors == ""
     assert "step     31 of 3000" in (tmp_path / "log.txt").read_text()
-
-
-def test_other_ranks_show_no_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    console = Console(1, 2)
-    monkeypatch.setattr("time.monotonic", lambda: 1e9)
-    console.progress(1, 10, 0.5)
-    assert capsys.readouterr() == ("", "")
 
 
 def test_the_bar_moves_from_the_first_step() -> None:
