@@ -11,7 +11,7 @@ import pytest
 
 from ddp_core.record.directory import find_runs
 from tests.house.conftest import settings
-from tests.support.pages import Block, Reader, blocks, masked, missing
+from tests.support.pages import Reader
 
 FOLDER = Path(__file__).parents[2] / "docs" / "tutorials"
 PAGES = [
@@ -62,33 +62,3 @@ def test_the_first_day_ends_with_one_digest_for_each_job_and_the_same_answers_in
     }
     torch_says, _, numpy_says = sorted((tmp_path / "here-said").iterdir(), key=lambda log: int(log.name))[-3:]
     assert torch_says.read_text() == numpy_says.read_text()
-
-
-@pytest.mark.slow
-def test_the_file_of_the_first_tutorial_trains_as_it_stands(installed: Path, tmp_path: Path) -> None:
-    page = (FOLDER / "train-your-own-model.md").read_text()
-    file = next(block for block in blocks(page) if block.kind == "python")
-    short = page[page.index("docstring's first line") : page.index("## 4.")]
-    follow(f"`spirals.py`\n\n```python\n{file.content}```\n{short}", installed, tmp_path)
-
-
-def test_what_differs_between_runs_is_not_compared() -> None:
-    one = "single-cpu   1  exact  47056  0.9971  431 MB  9e5bd101b6fa  single-cpu-20261122T005730Z-5aa630"
-    two = "single-cpu  1  exact  9000.5  0.98  80 MB  094e44e9c211  single-cpu-20261122T005730Z-abcdef"
-    assert masked(one) == masked(two)
-    assert masked("-----------  ---") == masked("----  -----")
-    assert masked('"checkpoint": 0.0003,') == masked('"checkpoint": 5.96e-05,')
-    assert masked("train loss 0.1") != masked("test loss 0.1")
-
-
-def test_lines_are_looked_for_in_their_order() -> None:
-    said = "epoch 1\nepoch 2\ndone\n"
-    assert missing(["epoch 1", "…", "done"], said) is None
-    assert missing(["done", "epoch 1"], said) == "epoch 1"
-
-
-def test_a_page_is_read_block_by_block() -> None:
-    page = "Save it as `a.py`:\n\n```python\nx = 1\n```\n\nRun:\n\n```console\nb\nc\n```\n\nThe exit code was 2."
-    first, second = blocks(page)
-    assert (first.kind, first.lines) == ("python", ["x = 1"])
-    assert second == Block("console", "b\nc\n", "\n\nRun:\n\n", "\n\nThe exit code was 2.")
