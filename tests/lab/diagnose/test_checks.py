@@ -74,12 +74,6 @@ def test_what_differs_between_ranks_has_a_name(changes: dict[str, Any], found: l
     assert names(checks.of_run(two(**changes))) == found
 
 
-def test_what_follows_from_another_bug_is_not_named_beside_it() -> None:
-    other = {"w": {"digest": "other", "own": None, "reduced": None}}
-    assert names(checks.of_run(two(gradients=other, weights={"w": "other"}))) == ["gradients-differ"]
-    assert names(checks.of_run(two(rates=[0.2], weights={"w": "other"}))) == ["rates-differ"]
-
-
 def test_weights_that_are_made_equal_again_are_local_sgd() -> None:
     other = {"w": {"digest": "other", "own": None, "reduced": None}}
     first = [step(world=2), step(2, world=2)]
@@ -113,13 +107,6 @@ def test_a_sum_where_a_mean_was_meant(factor: float, found: list[str]) -> None:
     assert [name for name in names(across.with_ranks(alone, run(*ranks))) if name != "batch-grows"] == found
 
 
-def test_a_sum_that_is_meant_may_grow_with_its_elements() -> None:
-    alone = run([step(losses=[loss(1.0, 10)])])
-    reduced = {"w": {"digest": "g1", "own": [1.0, 2.0], "reduced": [2.0, 4.0]}}
-    ranks = [[step(rank=rank, world=2, gradients=reduced, losses=[loss(1.0, 10)])] for rank in range(2)]
-    assert names(across.with_ranks(alone, run(*ranks))) == ["batch-grows"]
-
-
 def test_a_parameter_that_is_reduced_otherwise_than_the_rest() -> None:
     """The gradient of `tied` was summed twice over two ranks, those of the others once."""
 
@@ -134,11 +121,6 @@ def test_a_parameter_that_is_reduced_otherwise_than_the_rest() -> None:
     for tied, expected in ((4.0, ["reduced-unlike"]), (2.0, [])):
         ranks = [[step(rank=rank, world=2, gradients=gradients(tied))] for rank in range(2)]
         assert [name for name in names(across.with_ranks(alone, run(*ranks))) if name != "batch-grows"] == expected
-
-
-def test_a_gradient_that_is_no_multiple_of_the_ranks_own_has_no_factor() -> None:
-    reduced = {"w": {"digest": "g1", "own": [1.0, 2.0], "reduced": [2.0, 1.0]}}
-    assert across.reduction_factor([step(gradients=reduced)]) is None
 
 
 def test_a_schedule_that_moves_once_per_rank() -> None:
@@ -197,11 +179,6 @@ def test_the_same_order_twice() -> None:
     same = run([step(world=2)], [step(rank=1, world=2)], passes=[[first, again], [first, again]])
     assert names(checks.of_run(same)) == ["same-order-each-epoch"]
     assert checks.of_run(run([step(world=2)], [step(rank=1, world=2)], passes=[[first, other]] * 2)) == []
-
-
-def test_unlike_numbers_of_batches() -> None:
-    passes = [[one_pass([0, 1])], [one_pass([2, 3], length=1)]]
-    assert names(checks.of_run(run([step(world=2)], [step(rank=1, world=2)], passes=passes))) == ["unlike-batches"]
 
 
 def test_what_a_resume_does_not_bring_back() -> None:
