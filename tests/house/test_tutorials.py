@@ -1,4 +1,4 @@
-"""The tutorials hold: each command is run as it stands, and what it prints is what the page shows."""
+"""Tutorials and how-to pages hold: each command is run as it stands, and what it prints is what the page shows."""
 
 from __future__ import annotations
 
@@ -13,16 +13,27 @@ from ddp_core.record.directory import find_runs
 from tests.house.conftest import settings
 from tests.support.pages import Reader
 
-FOLDER = Path(__file__).parents[2] / "docs" / "tutorials"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [
-    "from-one-process-to-a-cluster",
-    "train-your-own-model",
-    "from-one-gpu-to-many-nodes",
-    "hand-over-a-result",
-    "check-a-week-in-an-hour",
-    "my-training-hangs",
-    "my-loss-changes-with-the-number-of-gpus",
+    "tutorials/from-one-process-to-a-cluster",
+    "tutorials/train-your-own-model",
+    "tutorials/from-one-gpu-to-many-nodes",
+    "tutorials/hand-over-a-result",
+    "tutorials/check-a-week-in-an-hour",
+    "tutorials/my-training-hangs",
+    "tutorials/my-loss-changes-with-the-number-of-gpus",
+    "how-to/change-a-run-on-the-way",
+    "how-to/my-digests-differ",
+    "how-to/rehearse-a-long-run",
+    "how-to/report-your-own-figures",
+    "how-to/seeds-and-sweeps",
+    "how-to/shard-the-optimizer",
+    "how-to/stop-early",
+    "how-to/train-from-python",
+    "how-to/use-what-was-trained",
+    "how-to/watch-a-run",
 ]
+"""Those whose commands need nothing but this machine."""
 INSTALLING = ("mkdir first-", "python3 -m venv", "source .venv", "pip install", "make ", "cp experiments/")
 """Commands that make the environment, for which the fixture `installed` stands, or that need a clone."""
 NEEDS = {"optuna": "python search.py", "onnxscript": "python to_onnx.py"}
@@ -43,7 +54,20 @@ def follow(page: str, installed: Path, folder: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", PAGES)
 def test_a_reader_sees_what_the_page_shows(name: str, installed: Path, tmp_path: Path) -> None:
-    follow((FOLDER / f"{name}.md").read_text(), installed, tmp_path)
+    follow((DOCS / f"{name}.md").read_text(), installed, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("use-hydra", marks=pytest.mark.extras("hydra")),
+        pytest.param("seeds-and-sweeps", marks=pytest.mark.extras("optuna")),
+        pytest.param("use-what-was-trained", marks=pytest.mark.extras("onnx", "onnxscript")),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_other_peoples_tools_do_what_the_page_shows(name: str, installed: Path, tmp_path: Path) -> None:
+    follow((DOCS / "how-to" / f"{name}.md").read_text(), installed, tmp_path)
 
 
 @pytest.mark.slow
@@ -51,7 +75,7 @@ def test_a_reader_sees_what_the_page_shows(name: str, installed: Path, tmp_path:
 def test_the_first_day_ends_with_one_digest_for_each_job_and_the_same_answers_in_numpy(
     installed: Path, tmp_path: Path
 ) -> None:
-    follow((FOLDER / "first-day.md").read_text(), installed, tmp_path)
+    follow((DOCS / "tutorials" / "first-day.md").read_text(), installed, tmp_path)
     digests: dict[str, list[str]] = {}
     for _, record in find_runs(tmp_path / "here" / "outputs"):
         digests.setdefault(record["experiment"]["name"], []).append(record["weights_sha256"])
