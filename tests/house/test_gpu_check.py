@@ -9,6 +9,7 @@ import subprocess
 import sysconfig
 import time
 import venv
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,10 @@ CARRIED = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection")
 
 def outcomes(folder: Path) -> dict[str, str]:
     return {line["item"]: line["outcome"] for line in gpu_lines.read(folder / NAME)}
+
+
+def has_more(folder: Path, kept: dict[str, str]) -> bool:
+    return outcomes(folder).keys() > kept.keys()
 
 
 def test_what_fails_is_recorded_and_ends_nothing(tmp_path: Path) -> None:
@@ -126,7 +131,7 @@ def test_the_command_runs_without_installed_packages_and_keeps_what_it_had(
     for _ in range(2):
         process = subprocess.Popen(words, cwd=ROOT, env=bare, stdout=subprocess.PIPE, text=True, start_new_session=True)
         try:
-            wait_until(lambda had=kept: outcomes(out).keys() > had.keys(), HANG, "another item has ended")
+            wait_until(partial(has_more, out, kept), HANG, "another item has ended")
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()

@@ -183,8 +183,10 @@ def test_setup_installs_what_was_chosen_and_remakes_what_torch_asks_otherwise(in
     (project / "constraints.txt").write_text("".join(f"{name}=={version}\n" for name, version in PINS.items()))
     hidden = {"PATH": str(tmp_path), "PIP_INDEX_URL": f"{index.url}/pypi", "TORCH_CPU_INDEX": f"{index.url}/cpu"}
 
+    words = [sys.executable, "tools/environment.py"]
+
     def setup(**settings: str) -> subprocess.CompletedProcess[str]:
-        words, environment = [sys.executable, "tools/environment.py"], os.environ | hidden | settings
+        environment = os.environ | hidden | settings
         return subprocess.run(
             words, cwd=project, env=environment, capture_output=True, text=True, timeout=HANG, check=False
         )
@@ -209,8 +211,12 @@ def test_setup_installs_what_was_chosen_and_remakes_what_torch_asks_otherwise(in
         assert setup(**kept).stdout == ""
     another = os.open(project, os.O_RDONLY)
     fcntl.flock(another, fcntl.LOCK_EX)
-    threading.Timer(1, os.close, [another]).start()
-    assert setup(TORCH="cpu").stdout == "setup: waiting for another setup of this directory\n"
+    environment = os.environ | hidden | {"TORCH": "cpu"}
+    with subprocess.Popen(words, cwd=project, env=environment, stdout=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == "setup: waiting for another setup of this directory\n"
+        os.close(another)
+        assert waiting.stdout.read() == ""
     remade = setup(TORCH="cuda")
     assert remade.returncode == 0, remade.stderr
     assert remade.stdout.splitlines()[1:] == ["setup: TORCH=cuda, so torch for CUDA", "setup: done, with torch 2.13.0"]
