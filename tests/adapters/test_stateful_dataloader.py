@@ -56,21 +56,6 @@ class Rank:
         return trained, state
 
 
-@pytest.mark.parametrize("advance", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_goes_on_after_what_was_handed_out(workers: int, advance: bool) -> None:
-    first = Rank(64, workers=workers)
-    trained, state = first.train(2, advance=advance)
-    assert len(trained) == 32
-
-    resumed = Rank(64, workers=workers)
-    resumed.loader.load_state_dict(state)
-    rest, _ = resumed.train(2, advance=advance)
-    assert trained + rest == list(ElasticSampler(range(64), 1, 0, seed=SEED))
-    if advance:
-        assert resumed.sampler.samples_trained == 64
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_epoch_after_a_resumed_one_is_whole(workers: int) -> None:
     _, state = Rank(64, workers=workers).train(3)
@@ -128,24 +113,6 @@ def test_a_state_taken_before_the_first_batch_binds_no_epoch() -> None:
     order = ElasticSampler(range(64), 1, 0, seed=SEED)
     order.set_epoch(2)
     assert numbers(loop.loader) == list(order)
-
-
-def test_both_states_may_be_loaded() -> None:
-    first = Rank(64)
-    trained, state = first.train(2, advance=True)
-    resumed = Rank(64)
-    resumed.sampler.load_state_dict(first.sampler.state_dict())
-    resumed.loader.load_state_dict(state)
-    assert sorted(trained + numbers(resumed.loader)) == list(range(64))
-
-
-def test_going_back_in_one_process() -> None:
-    loop = Rank(64)
-    trained, state = loop.train(1)
-    loop.sampler.set_epoch(3)
-    loop.train(2)
-    loop.loader.load_state_dict(state)
-    assert sorted(trained + numbers(loop.loader)) == list(range(64))
 
 
 def test_a_loaders_state_in_another_order_is_refused() -> None:

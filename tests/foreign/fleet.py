@@ -52,19 +52,8 @@ WITHOUT_A_RATE = (("pytorch_optimizer", "a2grad"),)
 
 ARCHITECTURES: dict[str, Sequence[str]] = {
     "causal": (
-        *(
-            "gpt2",
-            "gpt_neox",
-            "opt",
-            "bloom",
-            "llama",
-            "mistral",
-            "mixtral",
-            "qwen2",
-            "qwen2_moe",
-            "qwen3",
-            "qwen3_moe",
-        ),
+        *("gpt2", "gpt_neox", "opt", "bloom", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3"),
+        "qwen3_moe",
         *("gemma", "gemma2", "gemma3_text", "phi", "phi3", "mpt", "stablelm", "starcoder2", "olmo", "olmo2", "granite"),
         *("cohere", "mamba", "rwkv", "falcon_mamba", "xglm", "biogpt", "openai-gpt", "gpt_oss", "nemotron", "smollm3"),
         *("glm", "ernie4_5", "persimmon"),

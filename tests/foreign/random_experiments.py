@@ -170,10 +170,6 @@ HABITS: tuple[Habit, ...] = (
         "self.again = nn.Linear(WIDTH, WIDTH)\nself.again.weight = self.middle.weight",
         hidden=_CALLED.format("self.again"),
     ),
-    Habit("a layer called twice", hidden="hidden = torch.tanh(self.middle(hidden))"),
-    Habit(
-        "a table", 'self.register_buffer("table", torch.linspace(-1, 1, WIDTH))', hidden="hidden = hidden + self.table"
-    ),
     Habit(
         "a table that is not saved",
         'self.register_buffer("table", torch.linspace(-1, 1, WIDTH), persistent=False)',
@@ -183,11 +179,6 @@ HABITS: tuple[Habit, ...] = (
         "a table made by the first forward",
         "self.table = None",
         hidden="if self.table is None:\n    self.table = torch.linspace(0.5, 1, WIDTH)\nhidden = hidden * self.table",
-    ),
-    Habit(
-        "a counter",
-        'self.register_buffer("seen", torch.zeros((), dtype=torch.int64))',
-        hidden="if self.training:\n    self.seen += 1",
     ),
     Habit(
         "a counter that is used",
@@ -209,17 +200,11 @@ HABITS: tuple[Habit, ...] = (
         functions="def scaled(module, given, output):\n    return output * 1.5",
     ),
     Habit(
-        "a forward hook over the model",
-        "self.middle.register_forward_hook(lambda module, given, output: output + self.head.bias.sum())",
-    ),
-    Habit("a forward hook before", "self.middle.register_forward_pre_hook(lambda module, given: (given[0] * 0.5,))"),
-    Habit(
         "a backward hook",
         "self.middle.register_full_backward_hook(halved)",
         functions="def halved(module, given, gradients):\n"
         "    return tuple(None if each is None else each / 2 for each in given)",
     ),
-    Habit("a weight hook", "self.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))"),
     Habit(
         "a weight hook by the model",
         "self.head.weight.register_hook(lambda gradient: gradient * self.head.bias.detach().sum().cos())",
@@ -234,12 +219,9 @@ HABITS: tuple[Habit, ...] = (
         hidden="if hidden.requires_grad:\n    hidden.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))",
     ),
     Habit("weight norm", "nn.utils.parametrizations.weight_norm(self.middle)"),
-    Habit("spectral norm", "nn.utils.parametrizations.spectral_norm(self.middle)"),
     Habit("orthogonal", "nn.utils.parametrizations.orthogonal(self.middle)"),
     Habit("the older spectral norm", "nn.utils.spectral_norm(self.middle)"),
-    Habit("the older weight norm", "nn.utils.weight_norm(self.middle)"),
     Habit("a frozen layer", "self.middle.requires_grad_(False)"),
-    Habit("a frozen body", "for each in self.body.parameters():\n    each.requires_grad_(False)"),
     Habit("unused weights", "self.never = nn.Linear(WIDTH, 3)", settings=_UNUSED),
     Habit(
         "weights used now and then",
@@ -264,7 +246,6 @@ HABITS: tuple[Habit, ...] = (
         "one batch norm twice", "self.norm = nn.BatchNorm1d(WIDTH)", hidden="hidden = self.norm(self.norm(hidden) * 2)"
     ),
     Habit("clamped weights", inputs="with torch.no_grad():\n    self.head.weight.clamp_(-0.3, 0.3)"),
-    Habit("clamped data", inputs="self.head.weight.data.clamp_(-0.3, 0.3)"),
     Habit(
         "decaying weights", inputs="if self.training:\n    with torch.no_grad():\n        self.head.weight.mul_(0.99)"
     ),
@@ -295,19 +276,9 @@ HABITS: tuple[Habit, ...] = (
         hidden="hidden = hidden + (hidden @ self.turned).sum(1, keepdim=True)",
     ),
     Habit(
-        "a list of parameters",
-        "self.list = nn.ParameterList([torch.ones(WIDTH), torch.zeros(1, WIDTH)])",
-        hidden="hidden = hidden * self.list[0] + self.list[1]",
-    ),
-    Habit(
         "a parameter without elements",
         "self.none = nn.Parameter(torch.zeros(0))",
         hidden="hidden = hidden + self.none.sum()",
-    ),
-    Habit(
-        "a parameter of float64",
-        "self.exact = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))",
-        hidden="hidden = hidden * self.exact.to(hidden.dtype)",
     ),
     Habit(
         "a complex parameter",
@@ -321,17 +292,9 @@ HABITS: tuple[Habit, ...] = (
         "    hidden = hidden + 0.1 * slope.sum(0)",
     ),
     Habit("a function with its own backward", hidden="hidden = Rounded.apply(hidden)", functions=_ROUNDED),
-    Habit("a detached part", hidden="hidden = hidden + hidden.detach() * 0.5"),
     Habit("one sample at a time", hidden="hidden = torch.stack([torch.tanh(each * 2) for each in hidden])"),
     Habit("mean of the micro-batch", hidden="hidden = hidden - hidden.mean(0, keepdim=True)"),
     Habit("sorted by the micro-batch", hidden="hidden = hidden[hidden.detach().float().sum(1).argsort().argsort()]"),
-    Habit(
-        "sub-modules left over", "self.spare = nn.ModuleDict({'a': nn.Linear(2, 2)})\nself.spare.requires_grad_(False)"
-    ),
-    Habit(
-        "weights of a function",
-        hidden="hidden = torch.func.functional_call(self.middle, dict(self.middle.named_parameters()), (hidden,))",
-    ),
     Habit("freezing", callback=_FREEZES.format(False)),
     Habit("unfreezing", "self.middle.requires_grad_(False)", callback=_FREEZES.format(True)),
     Habit(
@@ -339,12 +302,6 @@ HABITS: tuple[Habit, ...] = (
         "self.temperature = 1.0",
         hidden="hidden = hidden * self.temperature",
         callback=_ANNEALS.format("moment.model.temperature = 1 / (1 + moment.step)"),
-    ),
-    Habit(
-        "annealing a buffer",
-        'self.register_buffer("temperature", torch.ones(()))',
-        hidden="hidden = hidden * self.temperature",
-        callback=_ANNEALS.format("moment.model.temperature.fill_(1 / (1 + moment.step))"),
     ),
     Habit(
         "annealing dropout",

@@ -16,12 +16,6 @@ from tests.foreign.random_experiments import HABITS, experiment_of, write
 from tests.support.commands import command, without_limits
 
 
-def test_a_seed_writes_the_same_file_each_time_and_seeds_write_others() -> None:
-    texts = [experiment_of(seed) for seed in range(50)]
-    assert texts == [experiment_of(seed) for seed in range(50)]
-    assert len(set(texts)) == 50
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_two_hundred_files_build_and_compute_a_gradient_and_an_update(tmp_path: Path) -> None:
@@ -42,16 +36,6 @@ def test_every_habit_and_layout_is_drawn_some_time() -> None:
     titles = " ".join(experiment_of(seed).split("\n\n")[1] for seed in range(1000))
     assert [habit.name for habit in HABITS if habit.name not in titles] == []
     assert {way for seed in range(50) for way in random_fleet.ways_of(seed)} == set(COLUMNS)
-
-
-def test_a_bad_seed_is_one_line_with_its_file_and_how_to_repeat_it(tmp_path: Path) -> None:
-    found = {"outcomes": {"single": "identical", "dp x 2": "SILENT"}, "said": {}, "on": {}, "seconds": 1.0}
-    case = random_fleet.case_of(7, tmp_path)
-    assert random_fleet.is_bad(found)
-    assert random_fleet.in_one_line(case, found) == (
-        f"seed 7: single identical, dp x 2 SILENT; {tmp_path}/random_7.py; "
-        "again: python -m tests.foreign.random_fleet --seeds 7:8"
-    )
 
 
 def test_refusals_are_counted_by_what_they_say_and_are_not_bad() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,6 @@ from ddp_core.experiment.building import build, complete_options, resolve
 from ddp_core.experiment.file import INSTALLED, list_experiments, load_experiment
 from ddp_core.experiment.request import build_parts
 from tests.support.commands import command, trained
-from tests.support.processes import HANG
 from tests.support.wording import refusing
 
 NAMES = [
@@ -60,21 +57,9 @@ def test_all_are_listed_with_their_questions() -> None:
     assert all(entry.question.endswith("?") for entry in listed)
 
 
-def test_listing_runs_no_file_and_imports_nothing_heavy(tmp_path: Path) -> None:
-    (tmp_path / "trap.py").write_text('"""Is it run?"""\nraise SystemExit(9)\nexperiment = 1\n')
-    script = (
-        "import sys; from pathlib import Path; from ddp_core.experiment.file import list_experiments\n"
-        f"print(list_experiments([Path({str(tmp_path)!r})])[0].question)\n"
-        "print([name for name in ('torch', 'numpy', 'pydantic') if name in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=INSTALLED.parent, capture_output=True, text=True, timeout=HANG, check=True
-    )
-    assert done.stdout.splitlines() == ["Is it run?", "[]"]
-
-
-def test_listing_skips_what_is_no_experiment_and_notes_what_is_broken(tmp_path: Path) -> None:
+def test_listing_runs_no_file_skips_what_is_no_experiment_and_notes_what_is_broken(tmp_path: Path) -> None:
     mine(tmp_path)
+    (tmp_path / "trap.py").write_text('"""Is it run?"""\nraise SystemExit(9)\nexperiment = 1\n')
     (tmp_path / "other.py").write_text("x = 1\n")
     (tmp_path / "broken.py").write_text("a = 1\nexperiment = (\n")
     (tmp_path / "typed.py").write_text('"""\n    Does it work?\n\nMore.\n"""\nexperiment: object = 1\n')
@@ -84,6 +69,7 @@ def test_listing_skips_what_is_no_experiment_and_notes_what_is_broken(tmp_path: 
     assert listed == {
         "broken": "(cannot be read: SyntaxError in line 2)",
         "mine": "(no question: add a docstring)",
+        "trap": "Is it run?",
         "typed": "Does it work?",
     }
 
@@ -159,9 +145,11 @@ def test_a_file_of_the_users_own_brings_its_own_functions(tmp_path: Path) -> Non
     assert pickle.loads(pickle.dumps(size)) == size
 
 
-def test_unknown_names_and_missing_files_get_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_names_and_unreadable_files_get_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "did you mean digits?" in refusal("digit")
     assert "does not exist" in refusal(tmp_path / "nothing.py")
+    (tmp_path / "binary.py").write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read: UnicodeDecodeError" in refusal(tmp_path / "binary.py")
     monkeypatch.chdir(tmp_path)
     mine(tmp_path)
     assert "did you mean mine.py?" in refusal("./mine")
@@ -185,7 +173,6 @@ def test_a_folder_experiments_here_comes_first(tmp_path: Path, monkeypatch: pyte
         ("import no_such_module_here\n", "mine.py:1: ModuleNotFoundError: No module named 'no_such_module_here'"),
         ("a = 1\nb = (\n", "mine.py:2: SyntaxError: '(' was never closed"),
         ("raise SystemExit(3)\n", "mine.py:1: SystemExit: 3"),
-        ("import json\njson.loads('{')\n", "mine.py:2: JSONDecodeError: Expecting property name"),
         (HEAD + "experiment = Experiment(name='x')\n", "mine.py:2: Experiment: global_batch_size: Field required"),
         ("x = 1\n", "mine.py defines no `experiment`"),
         ("experiment = {'name': 'x'}\n", "mine.py has an `experiment` that is a dict"),
@@ -197,25 +184,16 @@ def test_wrong_files_are_explained_in_one_line(text: str, expected: str, tmp_pat
     assert expected in refusal(path)
 
 
-def test_files_that_are_no_text_are_explained(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read: UnicodeDecodeError" in refusal(path)
-
-
 def test_unknown_functions_get_the_nearest(tmp_path: Path) -> None:
     loaded = load_experiment(str(mine(tmp_path)))
-    with refusing():
-        resolve(loaded, "model", "smal_cnn")
-    with refusing():
-        resolve(loaded, "data", "digit")
-    with refusing():
-        resolve(loaded, "loss", "crossentropy")
+    for kind, name in (("model", "smal_cnn"), ("data", "digit"), ("loss", "crossentropy")):
+        with refusing():
+            resolve(loaded, kind, name)  # type: ignore[arg-type]
 
 
 def test_torchs_averaging_losses_are_refused(tmp_path: Path) -> None:
     path = mine(tmp_path, "from torch.nn.functional import cross_entropy\n\n", loss="cross_entropy")
-    with pytest.raises(UserError, match="averages"):
+    with refusing():
         resolve(load_experiment(str(path)), "loss", "cross_entropy")
 
 
@@ -240,8 +218,7 @@ def test_options_are_checked_against_the_function(tmp_path: Path) -> None:
 
 
 def test_what_a_builder_raises_is_placed_in_its_file(tmp_path: Path) -> None:
-    text = "import json\n\n\ndef net():\n    return json.loads('{')\n\n\n"
-    loaded = load_experiment(str(mine(tmp_path, text, model="net")))
-    with pytest.raises(UserError, match=r"mine\.py:6: net raised JSONDecodeError: Expecting") as failure:
+    loaded = load_experiment(str(mine(tmp_path, "def net():\n    return 1 / 0\n\n\n", model="net")))
+    with pytest.raises(UserError, match=r"mine\.py:3: net raised ZeroDivisionError") as failure:
         build(resolve(loaded, "model", "net"), {})
     assert failure.value.exit_code == ExitCode.BAD_INPUT

@@ -12,7 +12,6 @@ import pytest
 
 import ddp_core
 from tests.house.test_imports import ROOT, python
-from tests.support.wording import refusing
 
 SOURCE = Path(ddp_core.__file__).read_text()
 API = (ROOT / "docs" / "reference" / "api.md").read_text()
@@ -71,11 +70,6 @@ def test_every_name_is_there_and_is_what_type_checkers_are_told() -> None:
 def test_a_wrong_name_gets_the_nearest(wrong: str, meant: str) -> None:
     with pytest.raises(AttributeError, match=f"did you mean {meant}" if meant else "known: Callback, "):
         getattr(ddp_core, wrong)
-
-
-def test_a_tool_that_asks_for_private_names_is_told_plainly() -> None:
-    with refusing(AttributeError):
-        ddp_core.__wrapped__  # noqa: B018
 
 
 def test_pages_and_experiments_import_what_is_public_from_where_it_is_learned() -> None:

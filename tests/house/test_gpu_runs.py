@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,8 @@ import pytest
 from benchmarks.gpu import ARTICLE
 from benchmarks.gpu_lines import NAME, append
 from benchmarks.gpu_runs import BEGIN, END, PAGE, between_marks, what_ran
-from benchmarks.record import record
 from tests.gpu.test_page import SMALL, lines
 from tests.support.commands import ROOT, command
-from tests.support.standin_cuda import NAME as PLAYED
-from tests.support.wording import refusing
 
 ON = {"device": "NVIDIA H100", "devices": 2, "multiprocessors": 132, "driver": "580.1", "torch": "2.13.0+cu130"}
 HEAD = {"commit": "0123456789abcdef", "dirty": True, "on": ON, "stand_in": False}
@@ -36,17 +32,13 @@ def recorded(tmp_path: Path) -> Path:
     for way, digest in WAYS.items():
         fields = {"group": "exact fp32", "way": way, "digest": digest}
         append(file, HEAD, line(item=f"exact fp32: {way}", **fields))
-    append(file, HEAD, line(item="plain fp32: single", group="plain fp32", way="single", digest="33"))
     for name, outcome in TESTS.items():
         said = ["needs 2 CUDA device(s), torch finds 1"] if outcome == "skipped" else ["E assert 1 == 2"]
         append(file, HEAD, line(item=f"tests/gpu/x.py::{name}", outcome=outcome, said=said))
     speeds = (ARTICLE, 100.0), ("plain bf16, any kernel", 500.0), ("exact bf16, graph", 300.0)
     for case, speed in (*speeds, ("exact bf16, graph", 200.0), ("exact bf16, graph", 250.0)):
         append(file, HEAD, line(item=f"images/s: {case}", case=case, images_per_second=speed, switches=SWITCHES))
-    append(file, HEAD, line(item="images/s: exact bf16, graph", outcome="cut off"))
     append(file, HEAD, line(item="collection", tests=9))
-    for case, speed in (("script, fp32", 40.0), ("ddp train, bf16, pillow", 120.0)):
-        append(file, HEAD, line(item=f"from files: {case}", case=case, images_per_second=speed))
     append(file, HEAD, line(item="images/s: cut", outcome="cut off"))
     append(file, HEAD | {"stand_in": True}, line(item="tests/gpu/x.py::c", outcome="passed", date="2027-01-01"))
     return tmp_path
@@ -89,36 +81,8 @@ def test_records_in_words(tmp_path: Path, recorded: Path) -> None:
     ]
 
 
-def test_a_record_that_does_not_know_of_changes_is_not_clean(tmp_path: Path) -> None:
-    for dirty, said in ((None, ", whether changed is not known: 1 passed."), (False, "commit 0123456789ab: 1 passed.")):
-        line = {"item": "tests/gpu/x.py::a", "outcome": "passed", "date": f"2026-12-0{2 if dirty is None else 3}"}
-        append(tmp_path / NAME, HEAD | {"dirty": dirty}, line)
-        assert what_ran(tmp_path)[1].endswith(said)
-
-
-def test_the_page_has_a_table_of_each_kind(recorded: Path) -> None:
-    text = between_marks(recorded)
-    assert "| exact fp32: ddp x 2 | `11` | as one process |" in text
-    assert "| exact fp32: dp x 1 | `22` | other bits |" in text
-    assert "| plain fp32: single | `33` | - |" in text
-    assert "| exact bf16, graph | 3 | 250 | 2.00 | 2.50 |" in text
-    assert "| ddp train, bf16, pillow | 1 | 120 | 3.00 |" in text
-    assert "- tests/gpu/x.py::c: `E assert 1 == 2`" in text
-    assert "Ended by the limit of the time, so not known: images/s: cut." in text
-    assert "Before it:\n\n- `make gpu-check` has not run on a GPU yet. `make test-gpu` ran on 2 x NVIDIA H100" in text
-    assert "The article's loop has what torch does by default: convolutions in TF32, other products in float32." in text
-
-
 def test_the_page_is_of_the_committed_records() -> None:
     assert f"{BEGIN}\n\n{between_marks()}\n{END}" in PAGE.read_text()
-
-
-def test_what_a_stand_in_for_cuda_did_is_no_record_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    played = {"gpus": [PLAYED], "torch": "2.13.0+cu130"}
-    monkeypatch.setattr("benchmarks.record.machine", lambda: played)
-    with refusing(ValueError):
-        record("loader", "", {})
-    assert json.loads(record("loader", "", {}, tmp_path / "here.json").read_text())["machine"]["gpus"] == [PLAYED]
 
 
 @pytest.mark.slow

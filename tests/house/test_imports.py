@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -14,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_core.base.torch_names import PRIVATE_NAMES
-from tests.support.processes import HANG
+from tests.support.commands import command
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,23 +34,12 @@ FLOORS = [
 # All floors of ddp_lab lie above those of ddp_core.
 LAB_FLOORS = [
     ["ddp_lab.options", "ddp_lab.records"],
-    [
-        *("ddp_lab.claims.framework", "ddp_lab.launch_files", "ddp_lab.probe"),
-        "ddp_lab.report.values",
-    ],
+    ["ddp_lab.claims.framework", "ddp_lab.launch_files", "ddp_lab.probe", "ddp_lab.report.values"],
     ["ddp_lab.claims.measuring", "ddp_lab.cluster", "ddp_lab.report.reading"],
-    [
-        "ddp_lab.chaos",
-        "ddp_lab.claims",
-        "ddp_lab.diagnose",
-        "ddp_lab.report.charts",
-    ],
+    ["ddp_lab.chaos", "ddp_lab.claims", "ddp_lab.diagnose", "ddp_lab.report.charts"],
     ["ddp_lab.report"],
 ]
 FLOOR_OF = {room: floor for floors in (FLOORS, LAB_FLOORS) for floor, rooms in enumerate(floors) for room in rooms}
-# Private names that only a subclass can use. launch/agent.py and live/agent.py override these methods of torch's agent,
-# and count its restarts.
-OVERRIDDEN = {name for name, private in PRIVATE_NAMES.items() if private.signature} | {"_remaining_restarts"}
 # What `python -m` runs or imports first. Each belongs to a room whose floor is given above.
 DOORS = {"ddp_core.__main__": "ddp_core.cli", "ddp_core": "ddp_core.cli", "ddp_lab": "ddp_lab.report"}
 
@@ -124,15 +109,6 @@ def test_a_room_imports_from_lower_floors_only(house: dict[str, Path]) -> None:
     assert wrong == []
 
 
-def test_every_room_says_what_it_is_for() -> None:
-    silent = [
-        str(file.relative_to(ROOT))
-        for file in (CORE | LAB).values()
-        if file.name == "__init__.py" and not ast.get_docstring(ast.parse(file.read_text()))
-    ]
-    assert silent == []
-
-
 @pytest.mark.full
 def test_there_are_no_circles_of_imports() -> None:
     """Also through imports within functions, and those for type checkers alone."""
@@ -149,76 +125,6 @@ def test_the_core_knows_no_experiment_no_docker_and_no_report() -> None:
         tops = {name.partition(".")[0] for name in imports(file)}
         others = {"ddp_lab", "experiments", "benchmarks", "tests", "docker", "matplotlib", "jinja2", "pytest"}
         assert not tops & others, module
-
-
-def test_the_core_names_no_experiment() -> None:
-    builders = {"digits", "fashion_mnist"}  # these are also the names of data sets
-    names = {file.stem for file in (ROOT / "experiments").glob("*.py")} - builders
-    assert names
-    for module, file in CORE.items():
-        text = file.read_text()
-        assert not [name for name in names if f'"{name}"' in text], module
-
-
-def test_only_the_host_side_of_the_cluster_knows_docker() -> None:
-    host_side = ("ddp_lab.cluster.", "ddp_lab.chaos.")  # the first starts and judges containers, the second breaks them
-    users = {name for name, file in EVERYTHING.items() if any(to.split(".")[0] == "docker" for to in imports(file))}
-    assert all(name.startswith(host_side) for name in users), users
-
-
-def test_experiments_know_no_hardware() -> None:
-    allowed = {
-        "ddp_core",
-        "ddp_core.config.experiment",
-        "ddp_core.data.splits",
-        "ddp_core.data.augment",
-        "ddp_core.base.errors",
-    }
-    words = {"Callback", "Component", "Experiment", "InMemory", "Optimizer", "Schedule", "Splits"}
-    files = sorted((ROOT / "experiments").glob("*.py"))
-    assert files
-    for file in files:
-        known = {name for name in imports(file) if name.startswith("ddp_core")}
-        assert known <= allowed, f"{file.name} imports {known - allowed}"
-        nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
-        names = {alias.name for node in nodes if node.module == "ddp_core" for alias in node.names}
-        assert names <= words, f"{file.name} imports {names - words}"
-
-
-def test_reports_read_run_directories_never_live_objects() -> None:
-    live = ("ddp_core.trainers", "ddp_core.launch", "ddp_core.run.run", "ddp_core.record.run_record")
-    modules = [name for name in LAB if name.startswith("ddp_lab.report")]
-    assert modules
-    for module in modules:
-        assert [name for name in imports(LAB[module]) if name.startswith(live)] == [], module
-
-
-def private_torch(file: Path) -> set[str]:
-    """The private names of torch that the file uses: by import, by attribute, or by a method that it overrides."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Attribute):
-            names |= {ast.unparse(node), node.attr}
-        elif isinstance(node, ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Constant):  # in getattr, or a variable of the environment
-            names |= {str(node.value)} & PRIVATE_NAMES.keys()
-    return {name for name in names if name in PRIVATE_NAMES or re.match(r"torch\b[\w.]*\._[a-zA-Z]", name)}
-
-
-@pytest.mark.full
-def test_private_names_of_torch_stand_in_one_place() -> None:
-    listed, used = "ddp_core.base.torch_names", "ddp_core.base.torch_internals"
-    assert private_torch(CORE[listed]) >= PRIVATE_NAMES.keys()
-    found = {module: private_torch(file) for module, file in EVERYTHING.items() if module not in (listed, used)}
-    for agent in ("ddp_core.launch.agent", "ddp_core.live.agent"):
-        found[agent] -= OVERRIDDEN
-    wrong = {module: names for module, names in found.items() if names}
-    assert wrong == {}, "use them through ddp_core.base.torch_internals, which says why"
 
 
 @pytest.mark.parametrize(
@@ -247,15 +153,8 @@ def test_help_and_list_answer_without_torch_and_soon(words: list[str]) -> None:
 def python(*words: str) -> tuple[str, float]:
     """The standard output of a Python process, and its processor time in seconds."""
     before = os.times()
-    done = subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        check=True,
-    )
+    ended = command(program=words)
     after = os.times()
+    assert ended.code == 0, ended.errors
     seconds = after.children_user + after.children_system - before.children_user - before.children_system
-    return done.stdout, seconds
+    return ended.output, seconds

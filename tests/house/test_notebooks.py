@@ -53,8 +53,3 @@ def test_an_experiment_that_is_no_file_is_refused_with_the_way_out() -> None:
     )
     with refusing():
         train(experiment)  # type: ignore[arg-type]
-
-
-def test_no_outputs_are_committed() -> None:
-    assert '"outputs": []' in NOTEBOOK.read_text()
-    assert '"output_type"' not in NOTEBOOK.read_text()

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from ddp_core.numerics.limits import portable_refused_by
-from tests.support.commands import ROOT
-from tests.support.processes import HANG
+from tests.support.commands import Ended, command
 
 # torch is not there either, since it would not believe that this is Windows.
 AS_ON_WINDOWS = "import sys; sys.platform = 'win32'; sys.modules |= dict.fromkeys(('fcntl', 'resource', 'torch')); "
 
 
-def on_windows(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", AS_ON_WINDOWS + program],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=HANG,
-        check=False,
-    )
+def on_windows(program: str) -> Ended:
+    return command(program=("-c", AS_ON_WINDOWS + program))
 
 
 def test_windows_is_refused_in_one_line_that_names_the_way_out() -> None:
     ended = on_windows("from ddp_core.cli import main; sys.exit(main(['train', 'digits']))")
-    assert (ended.returncode, ended.stdout) == (2, "")
-    (line,) = ended.stderr.splitlines()
+    assert (ended.code, ended.output) == (2, "")
+    (line,) = ended.errors.splitlines()
     assert line.startswith("ddp: error: ddp does not run on Windows itself")
     assert "WSL2" in line
 
 
 def test_a_name_that_windows_cannot_load_says_why() -> None:
     ended = on_windows("from ddp_core import Run")
-    assert ended.stderr.splitlines()[-1].startswith("ImportError: ddp does not run on Windows itself")
-    assert "fcntl" not in ended.stderr
+    assert ended.errors.splitlines()[-1].startswith("ImportError: ddp does not run on Windows itself")
+    assert "fcntl" not in ended.errors
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "arm64"])

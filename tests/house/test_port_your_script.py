@@ -8,7 +8,6 @@ import io
 import os
 import re
 import runpy
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from tests.support.pages import Started
-from tests.support.processes import HANG, run_processes
+from tests.support.processes import run_processes
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tutorials" / "port-your-script.md").read_text()
@@ -109,20 +108,3 @@ def test_every_line_from_top_to_bottom_under_torchrun(tmp_path: Path) -> None:
     assert len(set(printed["before.py"])) == 4
     assert len(printed["after.py"]) == 4
     assert len(set(printed["after.py"])) == 1
-
-
-@pytest.mark.slow
-def test_one_rank_without_a_number_of_threads_is_warned(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    environment.pop("OMP_NUM_THREADS")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    ended = subprocess.run(
-        [*torchrun, SCRIPTS / "after.py", "1"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=True,
-    )
-    assert ("since OMP_NUM_THREADS is not set" in ended.stderr) == ((os.cpu_count() or 1) > 1)

@@ -187,22 +187,6 @@ def kept() -> list[Row]:
 ROWS = kept()
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("It never waits.", True),
-        ("Every layout ends with the same bits.", True),
-        ("It takes 12 % longer.", True),
-        ("It takes 1.04 of the time, or 0.87x.", True),
-        ("| W = 2 | 1.10 |", True),
-        ("It needs torch 2.13 and Python 3.11 to 3.13, and 1.04 s.", False),
-        ("`--guard never` with images of 64 \u00d7 64.", False),
-    ],
-)
-def test_the_rule_finds_promises_and_ratios(text: str, found: bool) -> None:
-    assert Sentence(KEPT, text).promises is found
-
-
 def test_each_promise_has_its_line() -> None:
     open_ones = [
         f"{sentence.page.name}: {sentence.says}"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from datetime import date
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import HANG, ROOT
+from tests.support.commands import command
 
 TODAY, LONG_AGO = date.today().isoformat(), "2020-01-01"
 
@@ -37,18 +34,10 @@ def rotate(project: Path, passed: dict[str, str], *words: str, begun: str = TODA
     days.write_text(
         json.dumps({"begun": begun, "passed": {f"test_it.py::{name}": day for name, day in passed.items()}})
     )
-    command = [sys.executable, "-m", "pytest", "-p", "tests.support.rotation", "-p", "no:cacheprovider", "-v", *words]
-    done = subprocess.run(
-        command,
-        cwd=project,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-    )
+    plugin = ("-m", "pytest", "-p", "tests.support.rotation", "-p", "no:cacheprovider")
+    ended = command("-v", *words, program=plugin, cwd=project)
     written = json.loads(days.read_text())["passed"]
-    return done.returncode, done.stdout, {test.removeprefix("test_it.py::"): day for test, day in written.items()}
+    return ended.code, ended.output, {test.removeprefix("test_it.py::"): day for test, day in written.items()}
 
 
 def test_a_test_that_passes_has_the_day_and_one_that_fails_keeps_the_last(project: Path) -> None:
@@ -57,13 +46,6 @@ def test_a_test_that_passes_has_the_day_and_one_that_fails_keeps_the_last(projec
     assert days == {"test_broken": "2026-01-01", "test_first": TODAY, "test_second": TODAY}
     assert "3 slow tests, 0 without a day" in output
     assert "has not passed since 2026-01-01: test_it.py::test_broken" in output
-
-
-def test_what_cannot_run_here_is_not_overdue(project: Path) -> None:
-    (project / "test_it.py").write_text("import pytest\n@pytest.mark.skip\ndef test_elsewhere(): pass")
-    code, output, days = rotate(project, {}, begun=LONG_AGO)
-    assert (code, days) == (0, {})
-    assert "1 cannot run here" in output
 
 
 def test_what_has_not_run_for_longest_comes_first_and_none_begins_after_the_time(project: Path) -> None:
@@ -79,17 +61,3 @@ def test_an_overdue_test_fails_the_session_and_is_named(project: Path) -> None:
     code, output, _ = rotate(project, known, "--rotation-seconds", "-1")
     assert code == 1
     assert f"has not passed since {LONG_AGO}: test_it.py::test_second" in output
-
-
-def test_slices_have_each_test_once(project: Path) -> None:
-    (project / "test_it.py").write_text("\n".join(f"def test_{number}(): pass" for number in range(20)))
-    slices = [rotate(project, {}, "--rotation-slice", f"{k}/3")[2].keys() for k in (1, 2, 3)]
-    assert sorted(test for names in slices for test in names) == sorted(f"test_{number}" for number in range(20))
-
-
-def test_files_that_were_not_collected_keep_their_days(project: Path) -> None:
-    (project / "test_other.py").write_text("def test_other(): pass")
-    _, _, days = rotate(project, {"test_second": "2026-01-01"}, "test_other.py")
-    assert days == {"test_second": "2026-01-01", "test_other.py::test_other": TODAY}
-    (project / "test_it.py").unlink()
-    assert rotate(project, {"test_second": "2026-01-01"}, "test_other.py")[2] == {"test_other.py::test_other": TODAY}

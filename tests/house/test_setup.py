@@ -10,9 +10,10 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -77,9 +78,9 @@ version = "1"
 
 @dataclass
 class Index:
-    """Package indexes in the form of PEP 503: `indexes` has the folder of wheels of each, by its path."""
+    """Package indexes in the form of PEP 503, which are folders: one below `wheels` for each."""
 
-    indexes: dict[str, Path]
+    wheels: Path
     url: str = ""
     asked: list[str] = field(default_factory=list)
 
@@ -87,32 +88,19 @@ class Index:
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     """The CPU wheels' index under /cpu, which has torch alone, and an ordinary one under /pypi; pip knows no other."""
-    served = Index({"cpu": tmp_path / "cpu", "pypi": tmp_path / "pypi"})
-    make_wheel(served.indexes["cpu"], "torch", "2.13.0+cpu", **{"torch/__init__.py": TORCH.format(has_operators=False)})
-    cuda = {"torch/__init__.py": TORCH.format(has_operators=True)}
-    make_wheel(served.indexes["pypi"], "torch", PINS["torch"], **cuda)
+    served = Index(tmp_path / "indexes")
+    pypi = served.wheels / "pypi"
+    for place, version in (("cpu", "2.13.0+cpu"), ("pypi", PINS["torch"])):
+        torch = TORCH.format(has_operators=place == "pypi")
+        make_wheel(served.wheels / place, "torch", version, **{"torch/__init__.py": torch})
     whole = {"torchvision/__init__.py": TORCHVISION, "torchvision/_C.so": "operators"}
-    make_wheel(served.indexes["pypi"], "torchvision", PINS["torchvision"], **whole)
-    make_wheel(served.indexes["pypi"], "hatchling", "1.0", **{"backend.py": BACKEND})
+    make_wheel(pypi, "torchvision", PINS["torchvision"], **whole)
+    make_wheel(pypi, "hatchling", "1.0", **{"backend.py": BACKEND})
 
-    class Answers(BaseHTTPRequestHandler):
+    class Answers(SimpleHTTPRequestHandler):
         def do_GET(self) -> None:
             served.asked.append(self.path)
-            place, _, name = self.path.strip("/").partition("/")
-            folder = served.indexes[place]
-            if name.endswith(".whl"):
-                self._send((folder / name.replace("%2B", "+")).read_bytes(), "application/zip")
-                return
-            wheels = [file.name for file in folder.glob(f"{name}-*.whl")]
-            page = "".join(f'<a href="/{place}/{wheel}">{wheel}</a>' for wheel in wheels)
-            self._send(f"<!DOCTYPE html><html><body>{page}</body></html>".encode(), "text/html", 200 if wheels else 404)
-
-        def _send(self, content: bytes, kind: str, status: int = 200) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            super().do_GET()
 
         def log_message(self, format: str, *words: object) -> None: ...
 
@@ -120,7 +108,8 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.delenv("TORCH", raising=False)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+    monkeypatch.setattr(torch_build, "PATIENCE", HANG)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Answers, directory=str(served.wheels))) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         served.url = f"http://127.0.0.1:{server.server_address[1]}"
@@ -130,16 +119,16 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
         thread.join(HANG)
 
 
-def make_wheel(folder: Path, name: str, version: str, **files: str) -> None:
+def make_wheel(index: Path, name: str, version: str, **files: str) -> None:
     """Write a wheel that holds these files."""
-    folder.mkdir(exist_ok=True)
+    (index / name).mkdir(parents=True, exist_ok=True)
     described = f"{name}-{version}.dist-info"
     files |= {
         f"{described}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
         f"{described}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{described}/RECORD": "",
     }
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(index / name / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         for path, content in files.items():
             wheel.writestr(path, content)
 
@@ -149,47 +138,21 @@ def choose(build: torch_build.Build | None = None, driver: str | None = None) ->
 
 
 @pytest.mark.full
-def test_without_a_driver_the_cpu_wheels_are_taken_where_their_index_answers(index: Index) -> None:
-    words, reason = choose()
-    assert words == ["--extra-index-url", f"{index.url}/cpu"]
-    assert reason == (f"no NVIDIA driver found, so torch for the CPU from {index.url}/cpu (TORCH=cuda takes the other)")
-    words, reason = choose("cpu", driver="/proc/driver/nvidia")
-    assert words == ["--extra-index-url", f"{index.url}/cpu", "torch==2.13.0+cpu"]
-    assert reason == f"TORCH=cpu, so torch for the CPU from {index.url}/cpu"
-
-
-def test_with_a_driver_or_by_request_it_is_cuda_and_no_index_is_asked(index: Index) -> None:
-    assert choose(driver="/proc/driver/nvidia") == (
-        [],
-        "NVIDIA driver found (/proc/driver/nvidia), so torch for CUDA (TORCH=cpu takes the other)",
-    )
-    words, reason = choose("cuda")
-    assert words == ["torch!=2.13.0+cpu", "torchvision!=0.28.0+cpu"]
-    assert reason == "TORCH=cuda, so torch for CUDA"
+def test_the_build_is_that_of_the_driver_or_the_one_that_was_asked_for(index: Index) -> None:
+    driver, cpu = "/proc/driver/nvidia", ["--extra-index-url", f"{index.url}/cpu"]
+    assert choose(driver=driver).words == []
+    assert choose("cuda").words == ["torch!=2.13.0+cpu", "torchvision!=0.28.0+cpu"]
     assert index.asked == []
+    assert choose().words == cpu
+    assert choose("cpu", driver=driver).words == [*cpu, "torch==2.13.0+cpu"]
 
 
 @pytest.mark.slow
 def test_an_index_without_the_pinned_version_is_not_used(index: Index) -> None:
-    (wheel,) = index.indexes["cpu"].iterdir()
+    (wheel,) = (index.wheels / "cpu" / "torch").iterdir()
     wheel.unlink()
-    make_wheel(index.indexes["cpu"], "torch", "2.12.0+cpu")
-    words, reason = choose()
-    assert words == []
-    assert "has no torch 2.13.0+cpu for this Python: torch as pip finds it" in reason
-
-
-@pytest.mark.slow
-def test_an_index_that_is_not_there_is_not_used(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-    monkeypatch.setattr(torch_build, "CPU_INDEX", address)
-    assert choose() == (
-        [],
-        f"no NVIDIA driver found, but {address} does not answer, or has no torch 2.13.0+cpu for this Python: "
-        "torch as pip finds it",
-    )
-    assert choose("cpu").words == ["torch==2.13.0+cpu"], "asked for is asked for: pip says that it cannot be had"
+    make_wheel(index.wheels / "cpu", "torch", "2.12.0+cpu")
+    assert choose().words == []
 
 
 def test_an_index_that_takes_too_long_is_not_waited_for(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,42 +167,9 @@ def test_a_pip_that_is_told_where_to_look_is_left_alone(
     index: Index, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
-    words, reason = choose()
-    assert words == []
-    name = variable.removeprefix("PIP_").lower().replace("_", "-")
-    assert reason == (f"no NVIDIA driver found, but pip is told where to look ({name}): torch as pip finds it")
+    assert choose().words == []
     assert choose("cpu").words == ["torch==2.13.0+cpu"]
     assert index.asked == []
-
-
-def test_a_driver_is_found_by_its_kernel_module_or_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torch_build.nvidia_driver(kernel_module=tmp_path) == str(tmp_path)
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert torch_build.nvidia_driver(kernel_module=tmp_path / "none") == str(program)
-
-
-def test_the_build_in_an_environment_is_read_from_what_is_installed(tmp_path: Path) -> None:
-    assert not torch_build.is_build(torch_build.installed_version(tmp_path), "cpu")
-    for version, build in (("2.13.0+cpu", "cpu"), ("2.13.0", "cuda"), ("2.13.0+cu130", "cuda")):
-        environment = tmp_path / build / version
-        (environment / "lib" / "python3.12" / "site-packages" / f"torch-{version}.dist-info").mkdir(parents=True)
-        found = torch_build.installed_version(environment)
-        assert found == version
-        assert [torch_build.is_build(found, "cpu"), torch_build.is_build(found, "cuda")] == [
-            build == "cpu",
-            build == "cuda",
-        ]
-
-
-def as_second(project: Path, setup: Callable[[], subprocess.CompletedProcess[str]]) -> subprocess.CompletedProcess[str]:
-    """A setup that begins while another one of the same directory is under way for a second."""
-    directory = os.open(project, os.O_RDONLY)
-    fcntl.flock(directory, fcntl.LOCK_EX)
-    threading.Timer(1, os.close, [directory]).start()
-    return setup()
 
 
 @pytest.mark.slow
@@ -253,8 +183,10 @@ def test_setup_installs_what_was_chosen_and_remakes_what_torch_asks_otherwise(in
     (project / "constraints.txt").write_text("".join(f"{name}=={version}\n" for name, version in PINS.items()))
     hidden = {"PATH": str(tmp_path), "PIP_INDEX_URL": f"{index.url}/pypi", "TORCH_CPU_INDEX": f"{index.url}/cpu"}
 
+    words = [sys.executable, "tools/environment.py"]
+
     def setup(**settings: str) -> subprocess.CompletedProcess[str]:
-        words, environment = [sys.executable, "tools/environment.py"], os.environ | hidden | settings
+        environment = os.environ | hidden | settings
         return subprocess.run(
             words, cwd=project, env=environment, capture_output=True, text=True, timeout=HANG, check=False
         )
@@ -277,13 +209,19 @@ def test_setup_installs_what_was_chosen_and_remakes_what_torch_asks_otherwise(in
     subprocess.run(imported, env=os.environ | hidden, timeout=HANG, check=True)
     for kept in ({}, {"TORCH": "cpu"}):
         assert setup(**kept).stdout == ""
-    waited = as_second(project, lambda: setup(TORCH="cpu"))
-    assert waited.stdout == "setup: waiting for another setup of this directory\n"
+    another = os.open(project, os.O_RDONLY)
+    fcntl.flock(another, fcntl.LOCK_EX)
+    environment = os.environ | hidden | {"TORCH": "cpu"}
+    with subprocess.Popen(words, cwd=project, env=environment, stdout=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == "setup: waiting for another setup of this directory\n"
+        os.close(another)
+        assert waiting.stdout.read() == ""
     remade = setup(TORCH="cuda")
     assert remade.returncode == 0, remade.stderr
     assert remade.stdout.splitlines()[1:] == ["setup: TORCH=cuda, so torch for CUDA", "setup: done, with torch 2.13.0"]
     assert not [*project.glob(".venv/lib/python3*/site-packages/torchvision_hook*")]
-    make_wheel(index.indexes["pypi"], "torchvision", PINS["torchvision"], **{"torchvision/__init__.py": "import gone"})
+    make_wheel(index.wheels / "pypi", "torchvision", PINS["torchvision"], **{"torchvision/__init__.py": "import gone"})
     broken = setup(TORCH="cpu")
     assert broken.returncode == 1
     assert broken.stderr == (
@@ -296,18 +234,3 @@ def test_setup_installs_what_was_chosen_and_remakes_what_torch_asks_otherwise(in
     nobody = setup(INSTALLER="conda")
     assert nobody.returncode == 2
     assert "use INSTALLER=uv" in nobody.stderr
-
-
-@pytest.mark.parametrize("has_operators", [False, True])
-def test_operators_are_declared_only_where_the_compiled_ones_do_not_load(has_operators: bool, tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(TORCH.format(has_operators=has_operators))
-    (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "__init__.py").write_text(TORCHVISION)
-    (tmp_path / "torchvision" / "_C.so").write_text("operators")
-    code = (
-        "import sys, torchvision_hook; assert 'torch' not in sys.modules; import torchvision; import torchvision.again"
-    )
-    (tmp_path / "torchvision" / "again.py").write_text("")
-    places = os.pathsep.join(map(str, (tmp_path, ROOT / "tools")))
-    subprocess.run([sys.executable, "-S", "-c", code], env={"PYTHONPATH": places}, timeout=HANG, check=True)

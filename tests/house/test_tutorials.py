@@ -1,4 +1,4 @@
-"""The tutorials hold: each command is run as it stands, and what it prints is what the page shows."""
+"""Tutorials and how-to pages hold: each command is run as it stands, and what it prints is what the page shows."""
 
 from __future__ import annotations
 
@@ -11,18 +11,29 @@ import pytest
 
 from ddp_core.record.directory import find_runs
 from tests.house.conftest import settings
-from tests.support.pages import Block, Reader, blocks, masked, missing
+from tests.support.pages import Reader
 
-FOLDER = Path(__file__).parents[2] / "docs" / "tutorials"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [
-    "from-one-process-to-a-cluster",
-    "train-your-own-model",
-    "from-one-gpu-to-many-nodes",
-    "hand-over-a-result",
-    "check-a-week-in-an-hour",
-    "my-training-hangs",
-    "my-loss-changes-with-the-number-of-gpus",
+    "tutorials/from-one-process-to-a-cluster",
+    "tutorials/train-your-own-model",
+    "tutorials/from-one-gpu-to-many-nodes",
+    "tutorials/hand-over-a-result",
+    "tutorials/check-a-week-in-an-hour",
+    "tutorials/my-training-hangs",
+    "tutorials/my-loss-changes-with-the-number-of-gpus",
+    "how-to/change-a-run-on-the-way",
+    "how-to/my-digests-differ",
+    "how-to/rehearse-a-long-run",
+    "how-to/report-your-own-figures",
+    "how-to/seeds-and-sweeps",
+    "how-to/shard-the-optimizer",
+    "how-to/stop-early",
+    "how-to/train-from-python",
+    "how-to/use-what-was-trained",
+    "how-to/watch-a-run",
 ]
+"""Those whose commands need nothing but this machine."""
 INSTALLING = ("mkdir first-", "python3 -m venv", "source .venv", "pip install", "make ", "cp experiments/")
 """Commands that make the environment, for which the fixture `installed` stands, or that need a clone."""
 NEEDS = {"optuna": "python search.py", "onnxscript": "python to_onnx.py"}
@@ -43,7 +54,20 @@ def follow(page: str, installed: Path, folder: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", PAGES)
 def test_a_reader_sees_what_the_page_shows(name: str, installed: Path, tmp_path: Path) -> None:
-    follow((FOLDER / f"{name}.md").read_text(), installed, tmp_path)
+    follow((DOCS / f"{name}.md").read_text(), installed, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("use-hydra", marks=pytest.mark.extras("hydra")),
+        pytest.param("seeds-and-sweeps", marks=pytest.mark.extras("optuna")),
+        pytest.param("use-what-was-trained", marks=pytest.mark.extras("onnx", "onnxscript")),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_other_peoples_tools_do_what_the_page_shows(name: str, installed: Path, tmp_path: Path) -> None:
+    follow((DOCS / "how-to" / f"{name}.md").read_text(), installed, tmp_path)
 
 
 @pytest.mark.slow
@@ -51,7 +75,7 @@ def test_a_reader_sees_what_the_page_shows(name: str, installed: Path, tmp_path:
 def test_the_first_day_ends_with_one_digest_for_each_job_and_the_same_answers_in_numpy(
     installed: Path, tmp_path: Path
 ) -> None:
-    follow((FOLDER / "first-day.md").read_text(), installed, tmp_path)
+    follow((DOCS / "tutorials" / "first-day.md").read_text(), installed, tmp_path)
     digests: dict[str, list[str]] = {}
     for _, record in find_runs(tmp_path / "here" / "outputs"):
         digests.setdefault(record["experiment"]["name"], []).append(record["weights_sha256"])
@@ -62,33 +86,3 @@ def test_the_first_day_ends_with_one_digest_for_each_job_and_the_same_answers_in
     }
     torch_says, _, numpy_says = sorted((tmp_path / "here-said").iterdir(), key=lambda log: int(log.name))[-3:]
     assert torch_says.read_text() == numpy_says.read_text()
-
-
-@pytest.mark.slow
-def test_the_file_of_the_first_tutorial_trains_as_it_stands(installed: Path, tmp_path: Path) -> None:
-    page = (FOLDER / "train-your-own-model.md").read_text()
-    file = next(block for block in blocks(page) if block.kind == "python")
-    short = page[page.index("docstring's first line") : page.index("## 4.")]
-    follow(f"`spirals.py`\n\n```python\n{file.content}```\n{short}", installed, tmp_path)
-
-
-def test_what_differs_between_runs_is_not_compared() -> None:
-    one = "single-cpu   1  exact  47056  0.9971  431 MB  9e5bd101b6fa  single-cpu-20261122T005730Z-5aa630"
-    two = "single-cpu  1  exact  9000.5  0.98  80 MB  094e44e9c211  single-cpu-20261122T005730Z-abcdef"
-    assert masked(one) == masked(two)
-    assert masked("-----------  ---") == masked("----  -----")
-    assert masked('"checkpoint": 0.0003,') == masked('"checkpoint": 5.96e-05,')
-    assert masked("train loss 0.1") != masked("test loss 0.1")
-
-
-def test_lines_are_looked_for_in_their_order() -> None:
-    said = "epoch 1\nepoch 2\ndone\n"
-    assert missing(["epoch 1", "…", "done"], said) is None
-    assert missing(["done", "epoch 1"], said) == "epoch 1"
-
-
-def test_a_page_is_read_block_by_block() -> None:
-    page = "Save it as `a.py`:\n\n```python\nx = 1\n```\n\nRun:\n\n```console\nb\nc\n```\n\nThe exit code was 2."
-    first, second = blocks(page)
-    assert (first.kind, first.lines) == ("python", ["x = 1"])
-    assert second == Block("console", "b\nc\n", "\n\nRun:\n\n", "\n\nThe exit code was 2.")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from tests.support.commands import ROOT
-from tools.typed_examples import FOREIGN, Example, checkable, examples, red
+from tools.typed_examples import Example, checkable, examples, red
 
 BATCHES = """
 from collections.abc import Sequence
@@ -42,26 +39,6 @@ from ddp_core import Experiment
 
 experiment = Experiment(name="wrong", global_batch_size="many")
 """
-
-
-def test_every_block_is_an_example() -> None:
-    found = examples()
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    blocks = {page.relative_to(ROOT).as_posix(): page.read_text().count("\n```python\n") for page in pages}
-    taken = sum(len([each for each in found if each.page == page]) for page in blocks)
-    assert taken == sum(blocks.values()) - len(FOREIGN)
-    assert len({each.module for each in found}) == len(found)
-    for each in found:
-        lines = (ROOT / each.page).read_text().splitlines()
-        assert lines[each.line - 1] == each.code.splitlines()[0]
-        assert each.place(each.above.count("\n") + 2) == f"{each.page}:{each.line + 1}"
-
-
-def test_a_block_without_imports_gets_those_of_the_first_block() -> None:
-    fragments = [each for each in examples() if each.page == "docs/reference/experiment-file.md"]
-    assert "import torch\n" in fragments[1].above
-    assert fragments[0].above == ""
-    assert re.match(r"import|from", fragments[1].code) is None
 
 
 @pytest.mark.slow

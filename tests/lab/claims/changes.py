@@ -10,23 +10,17 @@ from ddp_lab.claims.framework.claim import Judgement
 from tests.lab.claims.measurements import MEASUREMENTS, Measurements, spread
 
 Change = Callable[[Measurements], None]
-CONFIRMED, REFUTED, MISSING, OPEN = "confirmed", "refuted", "not measurable here", "inconclusive"
-PARTLY = "confirmed in part"
-
-
-def judge(number: str, measurements: Measurements) -> Judgement:
-    (known,) = suite.known_claims([number])
-    found = known.judge(suite.plain(measurements))
-    assert found.reason
-    suite.plain(found.to_json())
-    return found
 
 
 def judged(number: str, change: Change | None = None) -> Judgement:
     measurements = MEASUREMENTS[number]()
     if change is not None:
         change(measurements)
-    return judge(number, measurements)
+    (known,) = suite.known_claims([number])
+    found = known.judge(suite.plain(measurements))
+    assert found.reason
+    suite.plain(found.to_json())
+    return found
 
 
 def instead(other: Measurements) -> Change:
@@ -119,17 +113,32 @@ def c03_mended(measurements: Measurements) -> None:
         rank["weights_changed"] = [1.0]
 
 
-C03_WRONG = [
-    at("by_ranks", "2", "on", 1, "weights", value=[2.0]),
-    at("by_ranks", "2", "on", 1, "counter_after_construction", value=200.0),
-    at("by_ranks", "2", "on", 1, "counters", value=[100.0, 7.0]),
-]
+def loop(value: list[float]) -> Change:
+    """A change of C11: however many receive, the send loop takes this."""
+
+    def change(measurements: Measurements) -> None:
+        by_count: dict[str, Any] = measurements["judged"]["seconds"]["send loop"]
+        by_count.update(dict.fromkeys(by_count, value))
+
+    return change
+
+
+def survives(name: str) -> Change:
+    """A change of C18: rank 0 goes on."""
+
+    def change(measurements: Measurements) -> None:
+        for run in measurements[name]:
+            run |= {"status": "completed", "exit_code": 0, "last_step": 66}
+
+    return change
+
+
+def fewer_rounds(measurements: Measurements) -> None:
+    for values in measurements["judged"]["seconds"].values():
+        del values[10:]
 
 
 def limited(way: str, out_of_memory: bool, said: str) -> Change:
     """A training of C22 that failed."""
     failed = {"trained": False, "losses": [], "out_of_memory": out_of_memory, "said": said}
     return at("limited", way, value=failed)
-
-
-RISES = at("cases", "ddp", "losses", value=[2.4, 2.4, 5.0, 8.7])

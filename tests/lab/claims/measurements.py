@@ -1,4 +1,4 @@
-"""Made-up measurements of every claim. Unchanged, they confirm it; exceptions are in TURNS of the rules."""
+"""Made-up measurements of every claim. Unchanged, they confirm it; exceptions are in UNCHANGED of the rules."""
 
 from __future__ import annotations
 
@@ -251,27 +251,13 @@ def c17() -> Measurements:
 
 
 def c18() -> Measurements:
-    alone = {
-        "killed_after": 29,
-        "exit_code": 6,
-        "status": "failed",
-        "weights_sha256": None,
-        "killed": True,
-        "last_step": 29,
-    }
-    again = {
-        "killed_after": 29,
-        "exit_code": 0,
-        "status": "completed",
-        "weights_sha256": "a",
-        "killed": True,
-        "last_step": 66,
-    }
-    own = {"exit_code": 1, "last_step": 29, "killed": True, "killed_after": 29}
+    killed = {"killed_after": 29, "killed": True, "last_step": 29}
+    alone = killed | {"exit_code": 6, "status": "failed", "weights_sha256": None}
+    again = killed | {"exit_code": 0, "status": "completed", "weights_sha256": "a", "last_step": 66}
     return {
         "undisturbed": "a",
         "steps": 66,
-        "alone": [dict(own) for _ in range(2)],
+        "alone": [killed | {"exit_code": 1} for _ in range(2)],
         "without_restart": [alone | {"seconds_lost": None, "steps_lost": None} for _ in range(2)],
         "with_restart": [again | {"seconds_lost": 4.0, "steps_lost": 9}],
     }

@@ -28,18 +28,3 @@ def test_outputs_and_gradients_are_the_modules_own(count: int) -> None:
     found, ours = trained(RenderedDataParallel(several, count), list(several.parameters()))
     torch.testing.assert_close(found, outputs)
     torch.testing.assert_close(ours, gradients)
-
-
-def test_only_the_first_replica_writes_buffers() -> None:
-    module = model().train()
-    rendered = RenderedDataParallel(module, 2)
-    inputs = torch.randn(8, 3, 8, 8)
-    alone = model().train()
-    alone(inputs[:4])
-    rendered(inputs)
-    torch.testing.assert_close(module[1].running_mean, alone[1].running_mean)  # type: ignore[index]
-
-
-def test_a_replicas_error_is_raised() -> None:
-    with pytest.raises(RuntimeError, match="channels"):
-        RenderedDataParallel(model(), 2)(torch.randn(4, 2, 8, 8))

@@ -74,24 +74,11 @@ def test_what_differs_between_ranks_has_a_name(changes: dict[str, Any], found: l
     assert names(checks.of_run(two(**changes))) == found
 
 
-def test_what_follows_from_another_bug_is_not_named_beside_it() -> None:
-    other = {"w": {"digest": "other", "own": None, "reduced": None}}
-    assert names(checks.of_run(two(gradients=other, weights={"w": "other"}))) == ["gradients-differ"]
-    assert names(checks.of_run(two(rates=[0.2], weights={"w": "other"}))) == ["rates-differ"]
-
-
 def test_weights_that_are_made_equal_again_are_local_sgd() -> None:
     other = {"w": {"digest": "other", "own": None, "reduced": None}}
     first = [step(world=2), step(2, world=2)]
     second = [step(rank=1, world=2, gradients=other, weights={"w": "x"}), step(2, rank=1, world=2, gradients=other)]
     assert names(checks.of_run(run(first, second))) == ["local-steps"]
-
-
-def test_a_gradient_that_is_clipped_before_it_is_reduced() -> None:
-    one, other = ([{"site": "train.py:7", "gradients": {"w": digest}}] for digest in ("a", "b"))
-    found = checks.of_run(run([step(world=2, clips=one)], [step(rank=1, world=2, clips=other)]))
-    assert (names(found), found[0].site) == (["clipped-before-reduction"], "train.py:7")
-    assert checks.of_run(run([step(world=2, clips=one)], [step(rank=1, world=2, clips=one)])) == []
 
 
 def test_elements_that_weigh_more_on_one_rank() -> None:
@@ -111,41 +98,6 @@ def test_a_sum_where_a_mean_was_meant(factor: float, found: list[str]) -> None:
     reduced = {"w": {"digest": "g1", "own": [1.0, 2.0], "reduced": [factor, 2 * factor]}}
     ranks = [[step(rank=rank, world=2, gradients=reduced, losses=[loss(0.1, 10)])] for rank in range(2)]
     assert [name for name in names(across.with_ranks(alone, run(*ranks))) if name != "batch-grows"] == found
-
-
-def test_a_sum_that_is_meant_may_grow_with_its_elements() -> None:
-    alone = run([step(losses=[loss(1.0, 10)])])
-    reduced = {"w": {"digest": "g1", "own": [1.0, 2.0], "reduced": [2.0, 4.0]}}
-    ranks = [[step(rank=rank, world=2, gradients=reduced, losses=[loss(1.0, 10)])] for rank in range(2)]
-    assert names(across.with_ranks(alone, run(*ranks))) == ["batch-grows"]
-
-
-def test_a_parameter_that_is_reduced_otherwise_than_the_rest() -> None:
-    """The gradient of `tied` was summed twice over two ranks, those of the others once."""
-
-    def gradients(tied: float) -> dict[str, Any]:
-        return {
-            name: {"digest": "g1", "own": [1.0, 2.0], "reduced": [factor, 2 * factor]}
-            for name, factor in (("a", 2.0), ("b", 2.0), ("tied", tied))
-        }
-
-    once = {name: each | {"reduced": [1.0, 2.0]} for name, each in gradients(2.0).items()}
-    alone = run([step(gradients=once)])
-    for tied, expected in ((4.0, ["reduced-unlike"]), (2.0, [])):
-        ranks = [[step(rank=rank, world=2, gradients=gradients(tied))] for rank in range(2)]
-        assert [name for name in names(across.with_ranks(alone, run(*ranks))) if name != "batch-grows"] == expected
-
-
-def test_a_gradient_that_is_no_multiple_of_the_ranks_own_has_no_factor() -> None:
-    reduced = {"w": {"digest": "g1", "own": [1.0, 2.0], "reduced": [2.0, 1.0]}}
-    assert across.reduction_factor([step(gradients=reduced)]) is None
-
-
-def test_a_schedule_that_moves_once_per_rank() -> None:
-    move = {"site": "train.py:12", "kind": "LinearLR"}
-    alone = run([step(), step(2, schedules=[move])])
-    ranks = [[step(rank=rank, world=2), step(2, rank=rank, world=2, schedules=[move, move])] for rank in range(2)]
-    assert "schedule-steps-with-ranks" in names(across.with_ranks(alone, run(*ranks)))
 
 
 def test_a_schedule_that_counts_samples_is_by_design() -> None:
@@ -199,11 +151,6 @@ def test_the_same_order_twice() -> None:
     assert checks.of_run(run([step(world=2)], [step(rank=1, world=2)], passes=[[first, other]] * 2)) == []
 
 
-def test_unlike_numbers_of_batches() -> None:
-    passes = [[one_pass([0, 1])], [one_pass([2, 3], length=1)]]
-    assert names(checks.of_run(run([step(world=2)], [step(rank=1, world=2)], passes=passes))) == ["unlike-batches"]
-
-
 def test_what_a_resume_does_not_bring_back() -> None:
     straight, stopped = run([step(), step(2), step(3)]), run([step()])
     assert list(not_restored(straight, stopped, run([step(2), step(3)]))) == []
@@ -211,13 +158,6 @@ def test_what_a_resume_does_not_bring_back() -> None:
     found = list(not_restored(straight, stopped, run([changed])))
     assert names(found) == ["resume-weights", "resume-optimizer", "resume-rate", "resume-samples"]
     assert found[-1].evidence.endswith("has the samples of step 1")
-
-
-def test_a_scaler_that_a_resume_does_not_bring_back() -> None:
-    straight, stopped = run([step(), step(2, scaler={"scale": 2048.0, "_growth_tracker": 1})]), run([step()])
-    (found,) = not_restored(straight, stopped, run([step(2, scaler={"scale": 1024.0, "_growth_tracker": 0})]))
-    assert found.name == "resume-scaler"
-    assert "the scale is 1024, 0 steps after its last change; without a stop the scale is 2048" in found.evidence
 
 
 def evaluated(ids: Sequence[int], **changes: Any) -> Pass:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -29,39 +29,28 @@ SCRIPTS = {
 }
 
 
-def check(name: str, folder: Path) -> None:
-    shutil.copy(CLEAN / f"{name}.py", folder)
+EXTRAS = {
+    "with_lightning": ("lightning",),
+    "with_accelerate": ("accelerate",),
+    "with_transformers": ("transformers", "accelerate"),
+}
+
+
+def marked(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.extras(*EXTRAS[name])) if name in EXTRAS else name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", map(marked, SCRIPTS))
+def test_a_clean_script_is_not_blamed(name: str, tmp_path: Path) -> None:
+    shutil.copy(CLEAN / f"{name}.py", tmp_path)
     words, by_design, ranks = SCRIPTS[name]
-    ended, told = diagnose(folder, "--ranks", ranks, "--", f"{name}.py", *words)
+    ended, told = diagnose(tmp_path, "--ranks", ranks, "--", f"{name}.py", *words)
     found = {each["name"]: each for each in told["findings"]}
     assert [each for each in found.values() if each["severity"] == "bug"] == [], ended.output
     assert (ended.code, told["notes"]) == (0, []), ended.output
     assert by_design in found
     assert any(name.startswith("remains-") for name in found), "it was replayed in one process"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["imagenet", "nanogpt"])
-def test_a_clean_script_is_not_blamed(name: str, tmp_path: Path) -> None:
-    check(name, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.extras("lightning")
-def test_a_script_of_lightning_is_not_blamed(tmp_path: Path) -> None:
-    check("with_lightning", tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.extras("accelerate")
-def test_a_script_of_accelerate_is_not_blamed(tmp_path: Path) -> None:
-    check("with_accelerate", tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.extras("transformers", "accelerate")
-def test_a_script_of_transformers_is_not_blamed(tmp_path: Path) -> None:
-    check("with_transformers", tmp_path)
 
 
 def test_every_clean_script_is_tried() -> None:

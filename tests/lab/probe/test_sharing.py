@@ -11,33 +11,20 @@ import pytest
 
 from ddp_core.cli import main
 from ddp_lab.probe import command as probe
-from ddp_lab.probe.sharing import machine_here
-from tests.lab.probe.test_probe import table
+from tests.lab.probe.test_probe import VERSIONS, all_right, table
 from tests.support.commands import ROOT
-from tools import machines_seen
+from tools import machines_seen, portable_runs
 
 TABLE = table()
-CPUINFO = """processor\t: 0
-vendor_id\t: GenuineIntel
-cpu family\t: 6
-model\t\t: 167
-model name\t: A CPU of Intel's
-cache size\t: 2048 KB
-flags\t\t: fpu avx2 fma avx512f hypervisor
-"""
 
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], dict[str, str]]:
     """What the probe's process computes, in place of that process."""
-    computed = {
-        ("operations", "sum"): {"digest": "a" * 64},
-        ("operations", "sort"): {"digest": "b" * 64},
-        ("training_steps", "toy_mlp"): {"digest": "c" * 64},
-    }
+    computed = all_right()
     monkeypatch.setattr(probe, "portable_refused_by", lambda: None)
     monkeypatch.setattr(probe, "published", lambda: TABLE)
-    monkeypatch.setattr(probe, "measured", lambda _: ({"torch": "2.13.0+cpu", "numpy": "2.4.6"}, computed))
+    monkeypatch.setattr(probe, "measured", lambda _: (VERSIONS, computed))
     return computed
 
 
@@ -72,16 +59,6 @@ def test_a_machine_that_differs(
     assert outcome["digests_sha256"] != before
 
 
-def test_what_is_told_of_a_cpu(tmp_path: Path) -> None:
-    file = tmp_path / "cpuinfo"
-    file.write_text(CPUINFO)
-    told = machine_here(file)
-    assert (told["family"], told["model"], told["vendor"], told["cache"]) == (6, 167, "GenuineIntel", "2048 KB")
-    assert (told["is_virtual"], told["has"]) == (True, ["avx2", "fma", "avx512f"])
-    nothing = machine_here(tmp_path / "missing")
-    assert (nothing["family"], nothing["has"], nothing["is_virtual"]) == (None, [], False)
-
-
 @pytest.mark.usefixtures("found")
 def test_a_record_becomes_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -107,3 +84,12 @@ def test_the_page_is_what_the_records_say() -> None:
     records = json.loads(machines_seen.KEPT.read_text())
     assert len(records) >= 2
     assert machines_seen.table(records) in machines_seen.PAGE.read_text()
+
+
+def test_trainings_on_unlike_cpus_agree_and_are_on_the_page() -> None:
+    kept, page = json.loads(portable_runs.KEPT.read_text()), machines_seen.PAGE.read_text()
+    assert portable_runs.differences(kept) == []
+    assert portable_runs.table(kept) in page
+    other = kept[0] | {"cpu": "another", "weights_sha256": "d" * 64}
+    (line,) = portable_runs.differences([*kept, other])
+    assert f"{'d' * 12} on another" in line

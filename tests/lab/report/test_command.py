@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode
 from ddp_lab.report import main
-from ddp_lab.report.serving import address, make_server
+from ddp_lab.report.serving import make_server
 from tests.lab.report.files import single, write_claim, write_run
 from tests.support.processes import HANG
 from tests.support.wording import refusing
@@ -88,10 +88,3 @@ def test_a_port_in_use_is_said(site: tuple[str, Path]) -> None:
     url, page = site
     with refusing():
         make_server(page, ("127.0.0.1", int(url.rpartition(":")[2])))
-
-
-def test_addresses() -> None:
-    assert address("0.0.0.0:8000") == ("0.0.0.0", 8000)
-    for words in ("8000", "localhost:", "localhost:http", "h:99999"):
-        with pytest.raises(UserError, match="expected HOST:PORT"):
-            address(words)

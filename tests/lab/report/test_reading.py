@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ddp_core.config.layout import Layout
 from ddp_core.record.lock import RunLock
 from ddp_lab.report import values
+from ddp_lab.report.charts.learning import learning_plots, styles
 from ddp_lab.report.page import write_report
 from ddp_lab.report.reading.claims import read_findings
 from ddp_lab.report.reading.families import find_families
-from ddp_lab.report.reading.runs import curves, disturbance, guard_figures, read_runs, thinned
+from ddp_lab.report.reading.runs import read_runs
 from ddp_lab.report.sections.experiments import comparison_table
 from tests.lab.report.files import ddp, single, write_claim, write_drill, write_everything, write_run
 
@@ -66,47 +64,11 @@ def test_odd_fields_of_a_record_do_not_stop_the_report(tmp_path: Path) -> None:
         assert f"no readable run.json ({name}." in found.broken[-1].problem
 
 
-def test_a_record_that_is_older_than_the_shard_mode_had_none(tmp_path: Path) -> None:
-    sharded = Layout(kind="ddp", nproc_per_node=2, shard="optimizer")
-    write_run(tmp_path, sharded)
-    write_run(tmp_path, ddp(2), layout=ddp(2).model_dump(exclude={"shard"}) | {"label": ddp(2).label})
-    labels = [run.layout.label for run in read_runs(tmp_path).runs]
-    assert sorted(labels) == ["ddp-1x2-cpu", "ddp-1x2-cpu-shard-optimizer"]
-
-
 def test_runs_made_by_claims_are_left_to_the_claims(tmp_path: Path) -> None:
     write_run(tmp_path, single())
     write_run(tmp_path / "claims" / "runs", single())
     found = read_runs(tmp_path)
     assert (len(found.runs), found.left_out) == (1, 1)
-
-
-@pytest.mark.parametrize("count", [3, 16, 17, 1000])
-def test_of_many_records_some_of_each_kind_are_kept(count: int) -> None:
-    records = [{"kind": "resume", "step": 0}]
-    for step in range(count):
-        records += [{"kind": "step", "step": step}, {"kind": "evaluation", "step": step}]
-    kept = thinned(iter(records), most=16)
-    assert kept == [record for record in records if record in kept], "in their order"
-    for kind in ("step", "evaluation"):
-        steps = [record["step"] for record in kept if record["kind"] == kind]
-        assert (steps[0], steps[-1]) == (0, count - 1)
-        assert min(count, 8) <= len(steps) <= 17
-        assert len({after - before for before, after in itertools.pairwise(steps[:-1])}) <= 1, "evenly spread"
-
-
-def test_a_curve_is_of_the_loss_and_of_each_figure_that_was_evaluated() -> None:
-    records = [
-        {"kind": "step", "time": 102.0, "step": 10, "loss": 1.0},
-        {"kind": "resume", "time": 9000.0, "step": 10},
-        {"kind": "step", "time": 9003.0, "step": 20, "loss": 0.25},
-        {"kind": "evaluation", "time": 9004.0, "step": 20, "test_loss": 0.5, "note": "x"},
-    ]
-    found = curves(records)
-    assert {name: (curve.steps, curve.values) for name, curve in found.items()} == {
-        "train_loss": ([10, 20], [1.0, 0.25]),
-        "test_loss": ([20], [0.5]),
-    }
 
 
 def test_families_are_one_experiment_over_seeds_and_layouts(tmp_path: Path) -> None:
@@ -170,18 +132,6 @@ def test_speed_up_is_against_the_single_runs_median(tmp_path: Path) -> None:
     assert table.rows[2][2].text == "0 of 1"
 
 
-def test_the_memory_of_steps_stands_beside_that_of_the_whole(tmp_path: Path) -> None:
-    write_run(tmp_path, single())
-    memory = {"step_memory_bytes": 250e6}
-    write_run(tmp_path / "more", ddp(2), result=memory)
-    older, newer = (
-        comparison_table(find_families(read_runs(place).runs)[0]) for place in (tmp_path / "digits", tmp_path / "more")
-    )
-    assert "in steps (MB)" not in [column.title for column in older.columns]
-    row = {column.title: cell.text for column, cell in zip(newer.columns, newer.rows[0], strict=True)}
-    assert (row["memory (MB)"], row["in steps (MB)"]) == ("300", "250")
-
-
 def test_the_newest_of_a_claim_counts_and_odd_ones_are_said(tmp_path: Path) -> None:
     write_claim(tmp_path, verdict="refuted", measured_at="2026-01-02T00:00:00Z")
     write_claim(tmp_path / "old", verdict="confirmed", measured_at="2026-01-01T00:00:00Z")
@@ -195,26 +145,13 @@ def test_the_newest_of_a_claim_counts_and_odd_ones_are_said(tmp_path: Path) -> N
     assert len(found.drills) == 1
 
 
-def test_a_disturbance_is_told_from_a_tenth_of_the_cores_on() -> None:
-    def told(others: object, cores: object) -> str | None:
-        return disturbance({"environment": {"cores": cores}, "result": {"other_cores_busy": others}})
-
-    assert told(1.26, 2) == "other programs kept 1.3 of 2 cores busy"
-    assert [told(0.19, 2), told(1.0, 16), told(None, 2), told(1.0, None), disturbance({})] == [None] * 5
-
-
-@pytest.mark.parametrize(
-    ("guard", "told"),
-    [
-        (None, None),
-        ({"mode": "off", "seconds": {}}, "off"),
-        ({"mode": "normal", "seconds": {"same state": 0.5, "again": 0.25}}, "normal; 0.75 s, 1.5 % of the run"),
-        (
-            {"mode": "strict", "seconds": {}, "checks": 7, "rehearsal": "the same", "witness": "none"},
-            "strict; 0.00 s, 0.0 % of the run; rehearsal: the same; witness: none",
-        ),
-    ],
-)
-def test_the_guard_in_words(guard: dict[str, Any] | None, told: str | None) -> None:
-    assert guard_figures({"attempts": [{"guard": guard}], "result": {"seconds": 50.0}}) == told
-    assert guard_figures({"attempts": [{}]}) is None
+def test_lines_are_one_seed_and_bands_reach_over_all(tmp_path: Path) -> None:
+    for seed in (0, 1, 2):
+        write_run(tmp_path, single(), seed=seed)
+    write_run(tmp_path, ddp(2), seed=1)
+    family = find_families(read_runs(tmp_path).runs)[0]
+    assert family.common_seed == 1
+    plots = {plot.name: plot for plot in learning_plots(family, styles([family]))}
+    assert set(plots) == {f"digits-{name}" for name in ("train-loss", "test-loss", "test-accuracy")}
+    first = plots["digits-test-loss"].table.rows[0]
+    assert [cell.order for cell in first[2:]] == pytest.approx([1 / 6, 1 / 7, 1 / 5])

@@ -20,47 +20,20 @@ _WAITING = {
     *("_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero", "bincount", "argwhere"),
     *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "allclose", "histc"),
 }
-# From torch.use_deterministic_algorithms, by what calls alertNotDeterministic in aten/src/ATen/native/cuda.
+# Of those in the documentation of torch.use_deterministic_algorithms, by what calls alertNotDeterministic in
+# aten/src/ATen/native/cuda: what this project might call itself, and a layer's backward.
 _NOT_DETERMINISTIC = {
     "_adaptive_avg_pool2d_backward": "adaptive_avg_pool2d_backward_cuda",
-    "_adaptive_avg_pool3d_backward": "adaptive_avg_pool3d_backward_cuda",
-    "adaptive_max_pool2d_backward": "adaptive_max_pool2d_backward_cuda",
-    "avg_pool3d_backward": "avg_pool3d_backward_cuda",
-    "fractional_max_pool2d_backward": "fractional_max_pool2d_backward_cuda",
-    "fractional_max_pool3d_backward": "fractional_max_pool3d_backward_cuda",
-    "max_pool3d_with_indices_backward": "max_pool3d_with_indices_backward_cuda",
-    "max_unpool2d": "max_unpooling2d_forward_out",
-    "max_unpool3d": "max_unpooling3d_forward_out",
-    "reflection_pad1d_backward": "reflection_pad1d_backward_out_cuda",
-    "reflection_pad3d_backward": "reflection_pad3d_backward_out_cuda",
-    "replication_pad1d_backward": "replication_pad1d_backward_cuda",
-    "replication_pad2d_backward": "replication_pad2d_backward_cuda",
-    "replication_pad3d_backward": "replication_pad3d_backward_cuda",
-    "upsample_linear1d_backward": "upsample_linear1d_backward_out_cuda",
-    "upsample_bicubic2d_backward": "upsample_bicubic2d_backward_out_cuda",
-    "upsample_trilinear3d_backward": "upsample_trilinear3d_backward_out_cuda",
     "grid_sampler_2d_backward": "grid_sampler_2d_backward_cuda",
-    "grid_sampler_3d_backward": "grid_sampler_3d_backward_cuda",
-    "nll_loss2d_forward": "nll_loss2d_forward_out_cuda_template",
-    "_ctc_loss_backward": "ctc_loss_backward_gpu",
     "kthvalue": "kthvalue CUDA",
     "put_": "put_",
     "histc": "_histc_cuda",
     "cumsum": "cumsum_cuda_kernel",
 }
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "dot", "_int_mm", "_scaled_mm", "addbmm"}
-# These take operands of several devices.
-_BETWEEN_DEVICES = {
-    "copy_",
-    "_to_copy",
-    "index",
-    "index_put",
-    "index_put_",
-    "_index_put_impl_",
-    "set_",
-    "_foreach_copy_",
-}
 _SELECTING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+# These take operands of several devices.
+_BETWEEN_DEVICES = {"copy_", "_to_copy", "set_", "_foreach_copy_", *_SELECTING}
 
 
 class Watch(TorchDispatchMode):
