@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.errors import UserError
-from ddp_lab.diagnose.again import APART, exchange, leaves, operation
+from ddp_lab.diagnose.again import APART, Made, exchange, leaves
 from ddp_lab.diagnose.checks import CLEAR
 from ddp_lab.diagnose.findings import Finding
 from ddp_lab.diagnose.recorder import some_elements
 from ddp_lab.diagnose.tape import (
     Backward,
-    Constant,
     Content,
     Entry,
     Exchange,
@@ -30,7 +29,6 @@ from ddp_lab.diagnose.tape import (
     StepBegins,
     StepMade,
     Whole,
-    mapped,
 )
 from ddp_lab.diagnose.trace import Run
 
@@ -116,29 +114,29 @@ def _gradients(tapes: Sequence[list[Entry]], is_one_process: bool) -> list[dict[
     return [{name: sum((each[name] for each in every), torch.zeros(())) for name in every[0]}]
 
 
-class _Graph:
-    """The forward passes of one rank, made again with autograd; its tensors by their own numbers."""
+class _Graph(Made):
+    """The forward passes of one rank, made again with autograd."""
 
     def __init__(self, entries: Sequence[Entry], is_one_process: bool) -> None:
+        super().__init__()
         self._entries = _forward(entries)
         self._weights = next(each for each in entries if isinstance(each, StepMade)).places
         self._leaves = {place.tensor: name for name, place in self._weights.items()}
         self._is_one_process = is_one_process
         self._tensors: dict[int, Tensor] = {}
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        self.given: dict[int, list[Tensor]] = {}
         self.losses: list[Tensor] = []
 
     def run(self) -> Iterator[Exchange]:
         """Make the operations, up to the next exchange."""
         for entry in self._entries:
             if isinstance(entry, Content):
-                self._content(entry)
+                if entry.exchange is None or not self._is_one_process:  # else this process has made it itself
+                    self.fill(entry)
             elif isinstance(entry, Operation) and entry.mode is not Mode.BACKWARD:
                 self._make(entry)
             elif isinstance(entry, Exchange) and entry.mode is not Mode.BACKWARD and self._is_one_process:
                 with torch.set_grad_enabled(entry.mode is Mode.SEEN):
-                    self.given[entry.number] = [self.at(place).clone() for place in entry.given]
+                    self.give(entry)
                 yield entry
             elif isinstance(entry, Backward):
                 self._backward(entry)
@@ -147,9 +145,7 @@ class _Graph:
         """The tensor at a place; a new one for an alias that no operation has made."""
         if (known := self._tensors.get(place.tensor)) is not None:
             return known
-        made = torch.empty(0, dtype=place.dtype)
-        made.set_(self._storages[place.storage], place.offset, place.size, place.stride)
-        self._tensors[place.tensor] = made.requires_grad_(place.tensor in self._leaves)
+        self._tensors[place.tensor] = made = super().at(place).requires_grad_(place.tensor in self._leaves)
         return made
 
     def gradients(self, losses: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -159,35 +155,12 @@ class _Graph:
         found = torch.autograd.grad(losses, weights, retain_graph=True, allow_unused=True)
         return {name: each for name, each in zip(names, found, strict=True) if each is not None}
 
-    def _content(self, entry: Content) -> None:
-        if entry.exchange is not None and self._is_one_process:
-            return  # this process has made it itself
-        content = torch.frombuffer(bytearray(entry.content), dtype=torch.uint8) if entry.content else torch.empty(0)
-        if (known := self._storages.get(entry.storage)) is not None:
-            known.copy_(content.untyped_storage())  # behind the back of autograd, as a collective does
-        else:
-            self._storages[entry.storage] = content.clone().untyped_storage()
-
     def _make(self, entry: Operation) -> None:
         places = [each for each in leaves([entry.given]) if isinstance(each, Place | Whole)]
-        if not all(each.storage in self._storages for each in places):
-            return  # it works with what a backward pass has left, which is not made here
-        if entry.generator is not None:
-            torch.set_rng_state(torch.frombuffer(bytearray(entry.generator), dtype=torch.uint8))
-        words, named = mapped(self._given_as, entry.given)
-        with torch.set_grad_enabled(entry.mode is Mode.SEEN):
-            result = operation(entry.name)(*words, **named)
-        for made, place in zip(leaves(result), leaves(entry.made), strict=True):
-            if isinstance(place, Place):
+        # What works with what a backward pass has left is not made here.
+        if all(each.storage in self.storages for each in places):
+            for place, made in self.make(entry, with_graph=entry.mode is Mode.SEEN):
                 self._tensors[place.tensor] = made
-                self._storages.setdefault(place.storage, made.untyped_storage())
-
-    def _given_as(self, each: object) -> object:
-        if isinstance(each, Place):
-            return self.at(each)
-        if isinstance(each, Whole):
-            return self._storages[each.storage]
-        return getattr(torch, each.name) if isinstance(each, Constant) else each
 
     def _backward(self, entry: Backward) -> None:
         for place, gradient in zip(entry.roots, entry.gradients, strict=True):

@@ -13,6 +13,7 @@ The last part that it takes is the answer. With all of them the replay must have
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -24,13 +25,12 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.errors import UserError
-from ddp_lab.diagnose.again import APART, exchange, leaves, operation
+from ddp_lab.diagnose.again import APART, Made, exchange, leaves, set_generator
 from ddp_lab.diagnose.findings import Finding
 from ddp_lab.diagnose.gradient import left_out
 from ddp_lab.diagnose.recorder import digest
 from ddp_lab.diagnose.tape import (
     Backward,
-    Constant,
     Content,
     Entry,
     Exchange,
@@ -38,7 +38,6 @@ from ddp_lab.diagnose.tape import (
     Place,
     StepMade,
     Whole,
-    mapped,
     read_tape,
 )
 from ddp_lab.diagnose.trace import Run
@@ -168,16 +167,14 @@ def replay(tapes: Sequence[list[Entry]], part: Part) -> Replayed:
         torch.set_rng_state(state)
 
 
-class _Rank:
-    """One of the ranks that are replayed: its storages, by their numbers."""
+class _Rank(Made):
+    """One of the ranks that are replayed."""
 
     def __init__(self, entries: list[Entry], part: Part) -> None:
+        super().__init__()
         self._entries = entries
         self._part = part
-        self._storages: dict[int, torch.UntypedStorage] = {}
         self._last = _last_uses(entries)
-        self.given: dict[int, list[Tensor]] = {}
-        """By the number of an all-reduce, what this rank has given to it."""
         self.received: list[tuple[Exchange, list[Tensor]]] = []
         """What was received from all-reduces, as far as it is known by now."""
         self._exchanges: dict[int, Exchange] = {}
@@ -188,58 +185,31 @@ class _Rank:
             if isinstance(entry, Content):
                 self._content(entry)
             elif isinstance(entry, Operation):
-                self._make(entry)
+                deque(self.make(entry, draws=self._part is not Part.SAMPLES), maxlen=0)
             elif isinstance(entry, Exchange):
                 self._exchanges[entry.number] = entry
-                self.given[entry.number] = [self.at(place).clone() for place in entry.given]
+                self.give(entry)
                 yield entry
             elif isinstance(entry, StepMade):
                 yield entry
             for number in self._last.get(index, ()):
-                self._storages.pop(number, None)
-
-    def at(self, place: Place) -> Tensor:
-        """The tensor at a place."""
-        empty = torch.empty(0, dtype=place.dtype)
-        return empty.set_(self._storages[place.storage], place.offset, place.size, place.stride)
+                self.storages.pop(number, None)
 
     def _content(self, entry: Content) -> None:
         if entry.exchange is not None and self._part is not Part.ADDITIONS:
             return  # this process has made it itself
-        content = torch.frombuffer(bytearray(entry.content), dtype=torch.uint8) if entry.content else torch.empty(0)
-        if (known := self._storages.get(entry.storage)) is not None:
-            known.copy_(content.untyped_storage())
-        else:
-            # A fresh one, aligned as torch aligns its own: another alignment may mean another kernel.
-            self._storages[entry.storage] = content.clone().untyped_storage()
+        self.fill(entry)
         if entry.exchange is not None:
             made = self._exchanges[entry.exchange]
             if made.operation and all(each.storage == entry.storage for each in made.given):
                 self.received.append((made, [self.at(each).clone() for each in made.given]))
-
-    def _make(self, entry: Operation) -> None:
-        if entry.generator is not None and self._part is not Part.SAMPLES:
-            torch.set_rng_state(torch.frombuffer(bytearray(entry.generator), dtype=torch.uint8))
-        words, named = mapped(self._given_as, entry.given)
-        with torch.no_grad():
-            result = operation(entry.name)(*words, **named)
-        for made, place in zip(leaves(result), leaves(entry.made), strict=True):
-            if isinstance(place, Place) and place.storage not in self._storages:
-                self._storages[place.storage] = made.untyped_storage()
-
-    def _given_as(self, each: Any) -> Any:
-        if isinstance(each, Place):
-            return self.at(each)
-        if isinstance(each, Whole):
-            return self._storages[each.storage]
-        return getattr(torch, each.name) if isinstance(each, Constant) else each
 
 
 def _begin_generator(tapes: Sequence[list[Entry]]) -> None:
     """Put torch's generator where rank 0 first draws from it."""
     for entry in tapes[0]:
         if isinstance(entry, Operation) and entry.generator is not None:
-            torch.set_rng_state(torch.frombuffer(bytearray(entry.generator), dtype=torch.uint8))
+            set_generator(entry.generator)
             return
 
 
