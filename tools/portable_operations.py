@@ -1,9 +1,8 @@
 """Lists what is known of torch's operations under portable numerics: `python -m tools.portable_operations`.
 
-Runs the operations and the short trainings of the published tables under a profiler, and writes their names to
-`ddp_core/numerics/proved.txt` and the page docs/reference/portable-operations.md. What these tables hold has the same
-bits on every CPU that has confirmed them. The page also says what is known of the operations of other people's models,
-which `python -m tests.foreign.operations` has traced; `--page` writes the page alone.
+Runs the operations and the short trainings of the published tables under a profiler, on one thread, and writes their
+names to `ddp_core/numerics/proved.txt` and the page. What these tables hold has the same bits on every CPU that has
+confirmed them. The page tells of other people's models, too (`tests.foreign.operations`); `--page` writes it alone.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ def main() -> int:
     if not limits_hold():
         os.execve(sys.executable, sys.orig_argv, {**os.environ, **LIMITS, "KINETO_LOG_LEVEL": "99"})
     choose_kernels()
+    torch.set_num_threads(1)
     names: set[str] = set()
     with portable_kernels():
         with _traced(names):

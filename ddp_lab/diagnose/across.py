@@ -52,6 +52,7 @@ def with_ranks(one: Run, run: Run) -> Iterator[Finding]:
     """What a run on more ranks does otherwise than the run on one."""
     yield from _step_grows(one, run)
     yield from _unlike_reductions(one, run)
+    yield from _settings(one, run)
     yield from _schedule(one, run)
     yield from _batch(one, run)
     yield from _epoch(one, run)
@@ -146,6 +147,25 @@ def reduction_factors(at: Sequence[Step]) -> dict[str, float | None]:
         rest = sum((factor * one - other) ** 2 for one, other in zip(mean, reduced, strict=True))
         factors[name] = factor if rest <= (CLEAR / 2) ** 2 * factor * factor * square else None
     return factors
+
+
+def _settings(one: Run, run: Run) -> Iterator[Finding]:
+    """Parameters whose optimizer has other settings for them than on one rank, such as another weight decay."""
+    alone, together = (
+        {name: each for step in reversed(some.ranks[0].steps) for name, each in step.event["settings"].items()}
+        for some in (one, run)
+    )
+    others = [name for name in alone if name in together and alone[name] != together[name]]
+    if not others or one.is_sharded or run.is_sharded:
+        return
+    name = others[0]
+    key = next(key for key in {**alone[name], **together[name]} if alone[name].get(key) != together[name].get(key))
+    values = [f"{key} {each[name].get(key, 'not at all')}" for each in (together, alone)]
+    evidence = (
+        f"{name} has {values[0]} on {run.world} ranks, {values[1]} on one ({len(others)} of {len(alone)} parameters, "
+        f"{sum(alone[each]['elements'] for each in others)} numbers)"
+    )
+    yield Finding("settings-depend-on-ranks", evidence, run.world, run.ranks[0].steps[0].event["site"])
 
 
 def _schedule(one: Run, run: Run) -> Iterator[Finding]:

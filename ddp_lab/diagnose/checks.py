@@ -162,16 +162,27 @@ def _same_order(run: Run, passes: Sequence[Pass]) -> Iterator[Finding]:
 
 
 def evaluations(run: Run) -> Iterator[Finding]:
-    """An evaluation of which each rank has a share, and after which the ranks exchange no figures."""
+    """An evaluation of which each rank has a share: nobody puts these together, or samples are counted twice."""
     for passes in zip(*(rank.evaluated_passes() for rank in run.ranks), strict=False):
-        if any(each.is_put_together or not each.is_complete for each in passes):
+        if not all(each.is_complete for each in passes):
             continue
         ids = [each.ids for each in passes]
+        where = (passes[0].evaluation or {}).get("site")
+        if any(each.is_put_together for each in passes):
+            # Where each rank counts its own part from 0, the content tells apart samples of one number.
+            known = [sorted(zip(each.ids or (), each.rows, strict=False)) for each in passes if each.ids and each.rows]
+            counted = [each for some in known for each in some]
+            again = len(counted) - len(set(counted))
+            is_shared = len(known) == len(passes) and any(each != known[0] for each in known)
+            if is_shared and again and not any(each.is_trimmed for each in passes):
+                evidence = f"ranks evaluate {len(counted)} samples together, {again} of them a second time"
+                yield Finding("evaluates-twice", evidence, run.world, where)
+                return
+            continue
         seen = [sorted(each.rows) for each in passes] if None in ids else [sorted(each) for each in ids if each]
         if all(seen) and any(each != seen[0] for each in seen):
             counts = ", ".join(str(len(each)) for each in seen)
             evidence = f"ranks evaluate {counts} samples, not the same ones, and then exchange no figure"
-            where = (passes[0].evaluation or {}).get("site")
             yield Finding("evaluates-a-share", evidence, run.world, where)
             return
 

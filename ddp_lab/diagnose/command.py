@@ -19,7 +19,7 @@ from ddp_core.distributed.children import Children
 from ddp_lab.diagnose import across, checks
 from ddp_lab.diagnose.findings import Finding, by_harm
 from ddp_lab.diagnose.resumed import not_restored
-from ddp_lab.diagnose.runs import RANKS_WORD, Runner, Script, in_words
+from ddp_lab.diagnose.runs import RANKS_WORD, NoStep, Runner, Script, in_words
 from ddp_lab.diagnose.trace import Run
 from ddp_lab.options import Parser
 
@@ -125,13 +125,18 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
         print(f"running {in_words(ranks)} …", flush=True)
         try:
             run = runs[ranks] = runner.run(ranks, options.steps, until="epoch")
-        except UserError as error:
-            problems.append(str(error))
+        except NoStep as error:
+            if _is_finding(error.fault, runs):
+                found.append(Finding(error.fault, str(error), ranks))
+            else:
+                problems.append(str(error))
             continue
         if run.problem:
-            notes.append(
-                f"on {in_words(ranks)}, after {min(len(rank.steps) for rank in run.ranks)} steps: {run.problem}"
-            )
+            seen = f"after {min(len(rank.steps) for rank in run.ranks)} steps: {run.problem}"
+            if ranks > 1 and _is_finding(run.fault, runs):
+                found.append(Finding(run.fault, seen, ranks))
+            else:
+                notes.append(f"on {in_words(ranks)}, {seen}")
         if ranks > 1:
             if not run.is_connected:
                 raise UserError(
@@ -139,7 +144,7 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
                     "one for several processes? (of one that starts its own ranks, write the number as {ranks})"
                 )
             found += checks.of_run(run)
-    if not runs:
+    if not runs and not found:
         raise UserError(problems[0])
     notes += problems
     repeatable = True
@@ -156,12 +161,17 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
             found += _remaining(runner, runs)
         except UserError as error:
             notes.append(f"what remains was not looked at: {error}")
-    if options.resume_args is not None:
+    if options.resume_args is not None and runs:
         try:
-            found += _after_resume(runner, min(runs), options, repeatable)
+            found += _after_resume(runner, max(runs), options, repeatable)
         except UserError as error:
             notes.append(f"the resume was not looked at: {error}")
     return by_harm(found), notes
+
+
+def _is_finding(fault: str, runs: Mapping[int, Run]) -> bool:
+    """Whether a script that has not come to its end on some ranks is at fault: what fails on one rank, too, is not."""
+    return fault == "hangs" or (fault != "" and 1 in runs and not runs[1].problem)
 
 
 def _remaining(runner: Runner, runs: Mapping[int, Run]) -> list[Finding]:
@@ -181,13 +191,13 @@ def _remaining(runner: Runner, runs: Mapping[int, Run]) -> list[Finding]:
 
 
 def _after_resume(runner: Runner, ranks: int, options: argparse.Namespace, repeatable: bool) -> list[Finding]:
-    """Stop the script after a checkpoint, go on in its folder, and compare with a run that has not stopped.
+    """Stop the script after a checkpoint, go on in its folder, twice, and compare with a run that has not stopped.
 
     Raises UserError where that cannot be done.
     """
     if not repeatable:
         raise UserError("two runs without a stop differ already")
-    print(f"running {in_words(ranks)} until a checkpoint, from it, and without a stop …", flush=True)
+    print(f"running {in_words(ranks)} until a checkpoint, from it to another and on, and without a stop …", flush=True)
     folder = runner.folder()
     seconds = runner.seconds_left * _SHARE_OF_SAVE
     stopped = runner.run(ranks, options.steps, until="saved", folder=folder, seconds=seconds)
@@ -196,9 +206,15 @@ def _after_resume(runner: Runner, ranks: int, options: argparse.Namespace, repea
             f"{len(stopped.ranks[0].steps)} steps, in {seconds:.0f} seconds at most, without a torch.save; give more "
             "time (--seconds), or the script arguments with which it saves sooner"
         )
-    resumed = runner.run(ranks, options.steps, folder=folder, more=shlex.split(options.resume_args))
-    straight = runner.run(ranks, len(stopped.ranks[0].steps) + options.steps)
-    return list(not_restored(straight, stopped, resumed))
+    words = shlex.split(options.resume_args)
+    again = runner.run(ranks, options.steps, until="saved", folder=folder, more=words, seconds=seconds)
+    stops = [stopped, again]
+    resumed = runner.run(ranks, options.steps, folder=folder, more=words) if again.has_saved else None
+    straight = runner.run(ranks, sum(len(each.ranks[0].steps) for each in stops) + options.steps)
+    found = list(not_restored(straight, [stopped], again))
+    if not found and resumed is not None:
+        found = list(not_restored(straight, stops, resumed))
+    return found
 
 
 def _lines(found: Sequence[Finding], notes: Sequence[str]) -> list[str]:

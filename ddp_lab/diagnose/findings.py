@@ -19,6 +19,15 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {
+    "hangs": Kind(
+        "Ranks wait for each other without end",
+        "let all ranks call the same collectives in the same order: forward and backward of a DDP module, too, are "
+        "collectives, so one rank alone calls the module inside (model.module)",
+    ),
+    "fails-on-more-ranks": Kind(
+        "The script fails on several ranks, though not on one",
+        "the rank's last line is quoted; its output stands above it when you start the script by torchrun",
+    ),
     "gradients-differ": Kind(
         "Ranks step with different gradients",
         "let DDP wrap the whole model before training, call the wrapped one, and put forward and backward of all but "
@@ -45,6 +54,10 @@ KINDS: dict[str, Kind] = {
         "divide by the number of ranks exactly once: a sum over ranks needs it, DDP's mean has it already; and divide "
         "the loss by the micro-batches that a step has on this number of ranks",
     ),
+    "exchange-without-gradient": Kind(
+        "The gradient leaves out what ranks exchange in forward",
+        "exchange by torch.distributed.nn.functional (all_reduce, all_gather), whose backward exchanges the gradients",
+    ),
     "reduced-unlike": Kind(
         "Some gradients are reduced otherwise than the rest",
         "reduce each parameter once, also one that has two names: model.parameters() has each once",
@@ -67,6 +80,10 @@ KINDS: dict[str, Kind] = {
         "Buffers differ between ranks",
         "leave DDP's broadcast_buffers on, or use SyncBatchNorm: what rank 0 saves is not what the others evaluate",
     ),
+    "settings-depend-on-ranks": Kind(
+        "Parameters have other settings of the optimizer on another number of ranks",
+        "choose groups by the parameters of the model itself, not by names that DDP has changed (`module.`)",
+    ),
     "rates-differ": Kind(
         "Ranks step with different learning rates",
         "compute the learning rate from what all ranks know, not from a rank's own loss or batches",
@@ -84,6 +101,11 @@ KINDS: dict[str, Kind] = {
         "Each rank evaluates its share, and nobody puts the shares together",
         "add up correct and counted samples over the ranks before dividing (all_reduce, Accelerate's "
         "gather_for_metrics, Lightning's sync_dist=True), or let each rank evaluate all samples",
+    ),
+    "evaluates-twice": Kind(
+        "An evaluation counts some samples twice",
+        "evaluate every W-th sample from the rank's number on, without padding (Subset), and add up; or take the "
+        "padding out again, as Accelerate's gather_for_metrics does",
     ),
     "resume-weights": Kind(
         "After a resume the weights are others",

@@ -13,6 +13,7 @@ The last part that it takes is the answer. With all of them the replay must have
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -24,18 +25,19 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.errors import UserError
+from ddp_lab.diagnose.again import APART, Made, exchange, leaves, set_generator
 from ddp_lab.diagnose.findings import Finding
+from ddp_lab.diagnose.gradient import left_out
 from ddp_lab.diagnose.recorder import digest
 from ddp_lab.diagnose.tape import (
-    Constant,
+    Backward,
     Content,
     Entry,
+    Exchange,
     Operation,
     Place,
-    Reduction,
     StepMade,
     Whole,
-    mapped,
     read_tape,
 )
 from ddp_lab.diagnose.trace import Run
@@ -86,10 +88,11 @@ def remaining(run: Run) -> Finding:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the script's processes
     try:
-        tapes = [read_tape(file) for file in files]
-        if problem := next((problem for problem, _ in tapes if problem), ""):
+        read = [read_tape(file) for file in files]
+        if problem := next((problem for problem, _ in read if problem), ""):
             raise UserError(problem)
-        return _answer([entries for _, entries in tapes])
+        tapes = [entries for _, entries in read]
+        return left_out(run, tapes) or _answer(tapes)
     except UserError:
         raise
     except Exception as error:  # the operations are other people's, and may fail in any way without their program
@@ -148,13 +151,13 @@ def replay(tapes: Sequence[list[Entry]], part: Part) -> Replayed:
             at = [next(each, None) for each in runs]
             if all(each is None for each in at):
                 return found
-            if all(isinstance(each, Reduction) for each in at):
-                _reduce([each for each in at if isinstance(each, Reduction)], ranks)
+            if all(isinstance(each, Exchange) for each in at):
+                exchange([each for each in at if isinstance(each, Exchange)], ranks)
             elif all(isinstance(each, StepMade) for each in at):
                 step = next(each for each in at if isinstance(each, StepMade))
                 _look_at_weights(step, ranks[0], found)
             else:
-                raise UserError("its ranks do not meet at the same all-reduce")
+                raise UserError(APART)
             if part is Part.ADDITIONS:
                 _count(ranks, found)
             else:
@@ -164,108 +167,50 @@ def replay(tapes: Sequence[list[Entry]], part: Part) -> Replayed:
         torch.set_rng_state(state)
 
 
-class _Rank:
-    """One of the ranks that are replayed: its storages, by their numbers."""
+class _Rank(Made):
+    """One of the ranks that are replayed."""
 
     def __init__(self, entries: list[Entry], part: Part) -> None:
+        super().__init__()
         self._entries = entries
         self._part = part
-        self._storages: dict[int, torch.UntypedStorage] = {}
         self._last = _last_uses(entries)
-        self.given: dict[int, list[Tensor]] = {}
-        """By the number of an all-reduce, what this rank has given to it."""
-        self.received: list[tuple[Reduction, list[Tensor]]] = []
+        self.received: list[tuple[Exchange, list[Tensor]]] = []
         """What was received from all-reduces, as far as it is known by now."""
-        self._reductions: dict[int, Reduction] = {}
+        self._exchanges: dict[int, Exchange] = {}
 
-    def run(self) -> Generator[Reduction | StepMade, None, None]:
-        """Make the operations, up to the next all-reduce or step."""
+    def run(self) -> Generator[Exchange | StepMade, None, None]:
+        """Make the operations, up to the next exchange or step."""
         for index, entry in enumerate(self._entries):
             if isinstance(entry, Content):
                 self._content(entry)
             elif isinstance(entry, Operation):
-                self._make(entry)
-            elif isinstance(entry, Reduction):
-                self._reductions[entry.number] = entry
-                self.given[entry.number] = [self.at(place).clone() for place in entry.places]
+                deque(self.make(entry, draws=self._part is not Part.SAMPLES), maxlen=0)
+            elif isinstance(entry, Exchange):
+                self._exchanges[entry.number] = entry
+                self.give(entry)
                 yield entry
-            else:
+            elif isinstance(entry, StepMade):
                 yield entry
             for number in self._last.get(index, ()):
-                self._storages.pop(number, None)
-
-    def at(self, place: Place) -> Tensor:
-        """The tensor at a place."""
-        empty = torch.empty(0, dtype=place.dtype)
-        return empty.set_(self._storages[place.storage], place.offset, place.size, place.stride)
+                self.storages.pop(number, None)
 
     def _content(self, entry: Content) -> None:
-        if entry.reduction is not None and self._part is not Part.ADDITIONS:
-            return  # this process has made the sum itself
-        content = torch.frombuffer(bytearray(entry.content), dtype=torch.uint8) if entry.content else torch.empty(0)
-        if (known := self._storages.get(entry.storage)) is not None:
-            known.copy_(content.untyped_storage())
-        else:
-            # A fresh one, aligned as torch aligns its own: another alignment may mean another kernel.
-            self._storages[entry.storage] = content.clone().untyped_storage()
-        if entry.reduction is not None:
-            made = self._reductions[entry.reduction]
-            if all(each.storage == entry.storage for each in made.places):
-                self.received.append((made, [self.at(each).clone() for each in made.places]))
-
-    def _make(self, entry: Operation) -> None:
-        if entry.generator is not None and self._part is not Part.SAMPLES:
-            torch.set_rng_state(torch.frombuffer(bytearray(entry.generator), dtype=torch.uint8))
-        words, named = mapped(self._given_as, entry.given)
-        with torch.no_grad():
-            result = _operation(entry.name)(*words, **named)
-        for made, place in zip(_leaves(result), _leaves(entry.made), strict=True):
-            if isinstance(place, Place) and place.storage not in self._storages:
-                self._storages[place.storage] = made.untyped_storage()
-
-    def _given_as(self, each: Any) -> Any:
-        if isinstance(each, Place):
-            return self.at(each)
-        if isinstance(each, Whole):
-            return self._storages[each.storage]
-        return getattr(torch, each.name) if isinstance(each, Constant) else each
+        if entry.exchange is not None and self._part is not Part.ADDITIONS:
+            return  # this process has made it itself
+        self.fill(entry)
+        if entry.exchange is not None:
+            made = self._exchanges[entry.exchange]
+            if made.operation and all(each.storage == entry.storage for each in made.given):
+                self.received.append((made, [self.at(each).clone() for each in made.given]))
 
 
 def _begin_generator(tapes: Sequence[list[Entry]]) -> None:
     """Put torch's generator where rank 0 first draws from it."""
     for entry in tapes[0]:
         if isinstance(entry, Operation) and entry.generator is not None:
-            torch.set_rng_state(torch.frombuffer(bytearray(entry.generator), dtype=torch.uint8))
+            set_generator(entry.generator)
             return
-
-
-def _reduce(at: Sequence[Reduction], ranks: Sequence[_Rank]) -> None:
-    """Give each rank the sum over all ranks, added up in their order."""
-    first = at[0]
-    if any(len(each.places) != len(first.places) or each.operation != first.operation for each in at):
-        raise UserError("its ranks do not meet at the same all-reduce")
-    for index in range(len(first.places)):
-        parts = [rank.given[each.number][index] for each, rank in zip(at, ranks, strict=True)]
-        result = _reduced(parts, first.operation)
-        for each, rank in zip(at, ranks, strict=True):
-            rank.at(each.places[index]).copy_(result)
-
-
-def _reduced(parts: Sequence[Tensor], operation: str) -> Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        match operation:
-            case "SUM" | "AVG":
-                total += part
-            case "PRODUCT":
-                total *= part
-            case "MAX":
-                total = torch.maximum(total, part)
-            case "MIN":
-                total = torch.minimum(total, part)
-            case _:
-                raise UserError(f"it reduces by {operation}")
-    return total / len(parts) if operation == "AVG" else total
 
 
 def _look_at_weights(step: StepMade, rank: _Rank, found: Replayed) -> None:
@@ -279,15 +224,15 @@ def _look_at_weights(step: StepMade, rank: _Rank, found: Replayed) -> None:
 def _count(ranks: Sequence[_Rank], found: Replayed) -> None:
     """How many numbers that rank 0 has received are the sum of what all ranks have given, in some order."""
     while ranks[0].received:
-        reduction, received = ranks[0].received.pop(0)
+        made, received = ranks[0].received.pop(0)
         for index, result in enumerate(received):
-            is_sum = reduction.operation in ("SUM", "AVG") and result.is_floating_point()
+            is_sum = made.operation in ("SUM", "AVG") and result.is_floating_point()
             if is_sum and len(ranks) <= MOST_ORDERS:
-                parts = [rank.given[reduction.number][index] for rank in ranks]
+                parts = [rank.given[made.number][index] for rank in ranks]
                 found.sums += result.numel()
-                found.unordered += result.numel() - sums_in_some_order(parts, result, reduction.operation)
+                found.unordered += result.numel() - sums_in_some_order(parts, result, made.operation)
         for rank in ranks:
-            rank.given.pop(reduction.number, None)
+            rank.given.pop(made.number, None)
 
 
 def sums_in_some_order(parts: Sequence[Tensor], result: Tensor, operation: str = "SUM") -> int:
@@ -336,25 +281,13 @@ def _storages(entry: Entry) -> Iterator[int]:
     if isinstance(entry, Content):
         yield entry.storage
         return
+    tree: Any = None
     if isinstance(entry, Operation):
-        tree: Any = [entry.given, entry.made]
-    else:
-        tree = list(entry.places.values()) if isinstance(entry, StepMade) else entry.places
-    yield from (each.storage for each in _leaves(tree) if isinstance(each, Place | Whole))
-
-
-def _leaves(tree: Any) -> list[Any]:
-    found: list[Any] = []
-    mapped(found.append, tree)
-    return found
-
-
-@cache
-def _operation(name: str) -> Any:
-    """The operation of this name, such as `aten.mul.Tensor`. Raises UserError where this process has none."""
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part, None)
-        if found is None:
-            raise UserError(f"it uses {name}, which is not torch's own")
-    return found
+        tree = [entry.given, entry.made]
+    elif isinstance(entry, Exchange):
+        tree = [entry.given, entry.received]
+    elif isinstance(entry, Backward):
+        tree = [entry.roots, entry.gradients]
+    elif isinstance(entry, StepMade):
+        tree = list(entry.places.values())
+    yield from (each.storage for each in leaves(tree) if isinstance(each, Place | Whole))

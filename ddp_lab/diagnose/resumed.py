@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ddp_lab.diagnose.across import first_difference
 from ddp_lab.diagnose.findings import Finding
-from ddp_lab.diagnose.trace import Event, Run
+from ddp_lab.diagnose.trace import Event, Run, Step
 
 
-def not_restored(straight: Run, stopped: Run, resumed: Run) -> Iterator[Finding]:
-    """What the first step after the resume has otherwise; then the first step whose samples are others.
+def not_restored(straight: Run, before: Sequence[Run], resumed: Run) -> Iterator[Finding]:
+    """What each rank has otherwise in the first step after a resume; then the first step whose samples are others.
 
-    `straight` has gone on; `stopped` has ended after a checkpoint; `resumed` has begun from it.
+    `straight` has gone on; each run of `before` has ended after a checkpoint, from which the next one has begun.
     """
-    done = len(stopped.ranks[0].steps)
-    after = straight.ranks[0].steps[done:]
-    pairs = list(zip(after, resumed.ranks[0].steps, strict=False))
+    done = sum(len(run.ranks[0].steps) for run in before)
+    which = "a resume" if len(before) == 1 else f"{len(before)} resumes"
+    found: set[str] = set()
+    for rank, (expected, others) in enumerate(zip(straight.ranks, resumed.ranks, strict=False)):
+        at = f"after {done} steps and {which}" + (f", on rank {rank}" if rank else "")
+        for each in _of_rank(expected.steps, done, others.steps, at, straight.world):
+            if each.name not in found:
+                found.add(each.name)
+                yield each
+
+
+def _of_rank(straight: Sequence[Step], done: int, resumed: Sequence[Step], at: str, world: int) -> Iterator[Finding]:
+    pairs = list(zip(straight[done:], resumed, strict=False))
     if not pairs:
         return
-    world = straight.world
     expected, found = pairs[0]
-    at = f"after {done} steps and a resume, the first step"
     if name := first_difference(expected.event["weights_before"], found.event["weights_before"]):
         yield Finding("resume-weights", f"{at}: {name} is another", world, found.event["site"])
     if "unknown" not in (states := (expected.event["state"], found.event["state"])) and states[0] != states[1]:
@@ -33,14 +41,14 @@ def not_restored(straight: Run, stopped: Run, resumed: Run) -> Iterator[Finding]
     for expected, found in pairs:
         rates = expected.event["rates"], found.event["rates"]
         if rates[0] != rates[1]:
-            evidence = f"step {expected.number}: {rates[1]} after the resume, {rates[0]} without a stop"
+            evidence = f"{at}: step {expected.number} has the rate {rates[1]}, {rates[0]} without a stop"
             yield Finding("resume-rate", evidence, world, found.event["site"])
             break
     for expected, found in pairs:
         if expected.samples != found.samples:
-            seen = [step for step in straight.ranks[0].steps if sorted(step.samples) == sorted(found.samples)]
-            which = f"has the samples of step {seen[0].number}" if seen else "has other samples than without a stop"
-            yield Finding("resume-samples", f"step {expected.number} after the resume {which}", world)
+            seen = [step for step in straight if sorted(step.samples) == sorted(found.samples)]
+            what = f"the samples of step {seen[0].number}" if seen else "other samples than without a stop"
+            yield Finding("resume-samples", f"{at}: step {expected.number} has {what}", world)
             break
     expected, found = pairs[0]
     for forward, other in zip(expected.forwards, found.forwards, strict=False):

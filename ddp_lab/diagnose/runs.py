@@ -16,6 +16,7 @@ from pathlib import Path
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.children import Children
 from ddp_core.distributed.world import free_port
+from ddp_lab.diagnose.silence import Silence
 from ddp_lab.diagnose.trace import Run, read_run
 from ddp_lab.diagnose.variables import FOLDER, ROOTS, STEPS, TAPE, UNTIL, ended_file
 
@@ -31,6 +32,14 @@ _PEERS_SECONDS = 10.0
 """After one rank has failed, the others have so long to end by themselves."""
 _POLL_SECONDS = 0.05
 _TAIL_LINES = 200
+
+
+class NoStep(UserError):
+    """On this number of ranks the script has made no optimizer step; `fault` names the finding, where it is one."""
+
+    def __init__(self, message: str, fault: str) -> None:
+        super().__init__(message)
+        self.fault = fault
 
 
 @dataclass(frozen=True)
@@ -135,14 +144,16 @@ class Runner:
                         )
                     )
             deadline = self._deadline if seconds is None else time.monotonic() + seconds
-            problem = self._wait(processes, logs, traces, deadline)
+            silence = Silence([process.pid for process in processes], traces, (work, file.parent))
+            fault, problem = self._wait(processes, logs, traces, deadline, silence)
         finally:
             for process in processes:
                 self._children.end(process)
         run = read_run(traces, problem)
+        run.fault = fault
         if not run.ranks:
             why = problem or _no_step(logs)
-            raise UserError(f"on {in_words(ranks)} no optimizer step was seen: {why}{_without_gpus(why)}")
+            raise NoStep(f"on {in_words(ranks)} no optimizer step was seen: {why}{_without_gpus(why)}", fault)
         if run.world != ranks:
             run.problem = run.problem or f"steps of {run.world} ranks were seen, where {ranks} were asked for"
         return run
@@ -153,9 +164,14 @@ class Runner:
         return max(0.0, self._deadline - time.monotonic())
 
     def _wait(
-        self, processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], traces: Path, deadline: float
-    ) -> str:
-        """Wait for all to end; returns the reason where one failed, or not all have ended in time."""
+        self,
+        processes: Sequence[subprocess.Popen[bytes]],
+        logs: Sequence[Path],
+        traces: Path,
+        deadline: float,
+        silence: Silence,
+    ) -> tuple[str, str]:
+        """Wait for all to end; where one failed, or not all have ended in time: the finding, if it is one, and why."""
         failed = -1
         while any(process.poll() is None for process in processes):
             if failed < 0:
@@ -164,17 +180,20 @@ class Runner:
                     deadline = min(deadline, time.monotonic() + _PEERS_SECONDS)
             if time.monotonic() > deadline:
                 break
+            if failed < 0 and (where := silence.where()):
+                return "hangs", f"no rank does anything any more: {where}"
             time.sleep(_POLL_SECONDS)
         if failed < 0:
             failed = _first_failed(processes, traces)
         if failed >= 0:
             code = processes[failed].returncode
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-            return f"rank {failed} {how}: {_last_line(logs[failed])}"
+            words = f"rank {failed} {how}: {_last_line(logs[failed])}"
+            return "" if _without_gpus(words) else "fails-on-more-ranks", words
         if any(process.returncode is None for process in processes):
             waiting = [str(rank) for rank, process in enumerate(processes) if process.returncode is None]
-            return f"rank {' and '.join(waiting)} had not ended when the time was up (more of it: --seconds)"
-        return ""
+            return "", f"rank {' and '.join(waiting)} had not ended when the time was up (more of it: --seconds)"
+        return "", ""
 
 
 def _first_failed(processes: Sequence[subprocess.Popen[bytes]], traces: Path) -> int:

@@ -1,7 +1,7 @@
 """Every operation on tensors that a rank makes from its first forward pass on, so that `replay` can make it again.
 
 A TorchDispatchMode sees the operations below autograd: those of forward, backward, clipping and the optimizer, whoever
-has written them, and the all-reduces that DDP starts from C++. A tensor is told by its storage and the place in it, so
+has written them, and the collectives that DDP starts from C++. A tensor is told by its storage and the place in it, so
 views and in-place operations need no care. What an operation reads and no operation has made (weights, batches) is
 written down as bytes; so is what a collective has left in a storage, when it is next read.
 """
@@ -13,6 +13,8 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
+from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,19 +23,29 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddp_core.base.torch_internals import TorchDispatchMode
+from ddp_lab.diagnose.recorder import site
 
 MOST_BYTES = 1 << 30
 """So much at most is written by a rank of what its operations read."""
 
 
 class Place(NamedTuple):
-    """A tensor: the number of its storage, and where and how it lies in there."""
+    """A tensor: the number of its storage, where and how it lies in there, and a number of its own."""
 
     storage: int
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    tensor: int = 0
+
+
+class Mode(Enum):
+    """What autograd does with an operation."""
+
+    SEEN = "of forward, and differentiated"
+    UNSEEN = "not differentiated"
+    BACKWARD = "of a backward pass"
 
 
 class Whole(NamedTuple):
@@ -54,8 +66,8 @@ class Content:
 
     storage: int
     content: bytes
-    reduction: int | None = None
-    """The number of the all-reduce that has written it, where it was one."""
+    exchange: int | None = None
+    """The number of the exchange that has written it, where it was one."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +79,34 @@ class Operation:
     made: Any
     generator: bytes | None
     """The state of torch's generator, for an operation that draws from it."""
+    mode: Mode = Mode.UNSEEN
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """An all-reduce over all ranks: which one it is, its tensors, and its operation (SUM, AVG, MAX, …)."""
+class Exchange:
+    """A collective of all ranks: which one it is, the tensors that it reads and those that it writes.
+
+    `received` has a list of tensors for each that is `given`: one, or of an all-gather into many one for each rank.
+    """
 
     number: int
-    places: list[Place]
-    operation: str
+    kind: str
+    given: list[Place]
+    received: list[list[Place]]
+    operation: str = ""
+    """Of an all-reduce: SUM, AVG, MAX, …"""
+    root: int = 0
+    """Of a broadcast or a scatter."""
+    mode: Mode = Mode.UNSEEN
+    site: str | None = None
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A backward pass begins: of which tensors, with which gradients of theirs (none is one)."""
+
+    roots: list[Place]
+    gradients: list[Place | None]
 
 
 @dataclass(frozen=True)
@@ -86,7 +117,22 @@ class StepMade:
     digests: dict[str, str]
 
 
-Entry = Content | Operation | Reduction | StepMade
+@dataclass(frozen=True)
+class StepBegins:
+    """An optimizer begins its step: all gradients are there."""
+
+
+Entry = Content | Operation | Exchange | Backward | StepBegins | StepMade
+_EXCHANGES: dict[str, Callable[[Sequence[Any]], tuple[list[Tensor], list[list[Tensor]], Any]]] = {
+    "allreduce_": lambda args: (args[0], [[each] for each in args[0]], args[1]),
+    "broadcast_": lambda args: (args[0], [[each] for each in args[0]], args[1]),
+    "allgather_": lambda args: (args[1], args[0], args[2]),
+    "_allgather_base_": lambda args: ([args[1]], [[args[0]]], args[2]),
+    "scatter_": lambda args: ([each for some in args[1] for each in some], [[each] for each in args[0]], args[2]),
+}
+"""By the collectives that can be made again: what they read, what they write, and their group, of their arguments."""
+_ROOTS = {"broadcast_": 2, "scatter_": 3}
+"""By the collectives that have one, where its rank stands among their arguments."""
 
 
 class Tape(TorchDispatchMode):
@@ -100,9 +146,10 @@ class Tape(TorchDispatchMode):
         self._is_running = self._is_paused = False
         self._entries: list[Entry] = []
         self._numbers: dict[StorageWeakRef, int] = {}
-        # Written to by a collective since they were last read: the number of the all-reduce, or None.
+        # Written to by a collective since they were last read: the number of the exchange, or None.
         self._stale: dict[int, int | None] = {}
-        self._reductions = 0
+        self._exchanges = self._tensors = 0
+        self._is_backward = self._is_in_function = False
         self._bytes = 0
 
     def begin(self) -> None:
@@ -120,6 +167,41 @@ class Tape(TorchDispatchMode):
         finally:
             self._is_paused = before
 
+    @contextmanager
+    def backward(self, roots: Any, gradients: Any) -> Iterator[None]:
+        """A backward pass of these tensors, with these gradients of theirs, or None."""
+        tensors = [roots] if isinstance(roots, Tensor) else list(roots)
+        given = [gradients] if gradients is None or isinstance(gradients, Tensor) else list(gradients)
+        given += [None] * (len(tensors) - len(given))
+        if self._is_on and self._is_running:
+            with self._or_problem():
+                places = [None if each is None else self._seen(each) for each in given]
+                self._entries.append(Backward([self._seen(each) for each in tensors], places))
+        self._is_backward = True
+        try:
+            yield
+        finally:
+            self._is_backward = False
+
+    def step_begins(self) -> None:
+        """An optimizer begins its step."""
+        if self._is_on and self._is_running:
+            self._entries.append(StepBegins())
+
+    def watch_functions(self) -> None:
+        """Take the operations of autograd's Functions for differentiable, though no graph of them is made."""
+        apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+        @wraps(apply)
+        def traced(function: Any, *words: Any, **named: Any) -> Any:
+            before, self._is_in_function = self._is_in_function, self._is_in_function or torch.is_grad_enabled()
+            try:
+                return apply(function, *words, **named)
+            finally:
+                self._is_in_function = before
+
+        torch.autograd.Function.apply = classmethod(traced)  # type: ignore[assignment,method-assign]
+
     def step(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
         """An optimizer has made its step."""
         if self._steps_left:
@@ -136,8 +218,7 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         """Make the operation, and write it down."""
         named = dict(kwargs or {})
-        is_off = self.problem or self._is_paused or not self._steps_left or os.getpid() != self._process
-        if is_off or func.namespace == "profiler":
+        if not self._is_on or func.namespace == "profiler":
             return func(*args, **named)
         told = self._collective if func.namespace in ("c10d", "_c10d_functional") else self._operation
         finish: Callable[[Any], None] | None = None
@@ -148,6 +229,16 @@ class Tape(TorchDispatchMode):
             with self._or_problem():
                 finish(result)
         return result
+
+    @property
+    def _is_on(self) -> bool:
+        return not self.problem and not self._is_paused and self._steps_left > 0 and os.getpid() == self._process
+
+    @property
+    def _mode(self) -> Mode:
+        if self._is_backward:
+            return Mode.BACKWARD
+        return Mode.SEEN if torch.is_grad_enabled() or self._is_in_function else Mode.UNSEEN
 
     @contextmanager
     def _or_problem(self) -> Iterator[None]:
@@ -160,31 +251,32 @@ class Tape(TorchDispatchMode):
         """Note what the operation is given; the answer notes what it has made."""
         draws = torch.Tag.nondeterministic_seeded in func.tags
         generator = torch.get_rng_state().numpy().tobytes() if draws else None
-        given = mapped(self._told, (tuple(args), named))
+        given, mode = mapped(self._told, (tuple(args), named)), self._mode
 
         def finish(result: Any) -> None:
-            self._entries.append(Operation(str(func), given, mapped(self._made, result), generator))
+            self._entries.append(Operation(str(func), given, mapped(self._made, result), generator, mode))
 
         return finish
 
     def _collective(self, func: Any, args: Sequence[Any], named: dict[str, Any]) -> Callable[[Any], None]:
-        """Note an all-reduce; of another collective, that it may write to all of its tensors."""
-        number: int | None = None
-        if str(func) == "c10d.allreduce_.default":
-            if torch.distributed.ProcessGroup.unbox(args[1]).size() != torch.distributed.get_world_size():
-                raise _Untold("some of its ranks reduce among themselves")
-            number, self._reductions = self._reductions, self._reductions + 1
-            operation = torch.distributed.ReduceOp.RedOpType(int(args[2].op())).name
-            self._entries.append(Reduction(number, [self._seen(each) for each in args[0]], operation))
-        elif "reduce" in str(func) or func.namespace != "c10d":
-            raise _Untold(f"{func} is not replayed")
-        tensors: list[Tensor] = []
-        mapped(lambda each: tensors.append(each) if isinstance(each, Tensor) else None, (tuple(args), named))
+        """Note a collective that one process can make of what all ranks give to it."""
+        kind = str(func).removeprefix("c10d.").removesuffix(".default")
+        if kind == "barrier":
+            return lambda result: None
+        if kind not in _EXCHANGES:
+            raise _Untold(f"{func} is not made again in one process")
+        given, received, group = _EXCHANGES[kind](args)
+        if torch.distributed.ProcessGroup.unbox(group).size() != torch.distributed.get_world_size():
+            raise _Untold("some of its ranks exchange among themselves")
+        number, self._exchanges = self._exchanges, self._exchanges + 1
+        operation = torch.distributed.ReduceOp.RedOpType(int(args[2].op())).name if kind == "allreduce_" else ""
+        places = [self._seen(each) for each in given], [[self._seen(each) for each in into] for into in received]
+        root = args[_ROOTS[kind]] if kind in _ROOTS else 0
+        self._entries.append(Exchange(number, kind, *places, operation, root, self._mode, site()))
 
         def finish(result: Any) -> None:
-            for each in tensors:
-                if (known := self._numbers.get(StorageWeakRef(each.untyped_storage()))) is not None:
-                    self._stale[known] = number
+            for each in (each for into in received for each in into):
+                self._stale[self._place(each)[0].storage] = number
 
         return finish
 
@@ -226,7 +318,11 @@ class Tape(TorchDispatchMode):
         key = StorageWeakRef(tensor.untyped_storage())
         is_new = key not in self._numbers
         number = self._numbers.setdefault(key, len(self._numbers))
-        return Place(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())), is_new
+        if (itself := getattr(tensor, "_number_on_tape", 0)) == 0:
+            self._tensors += 1
+            tensor._number_on_tape = itself = self._tensors  # type: ignore[attr-defined]
+        lies = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        return Place(number, tensor.dtype, *lies, itself), is_new
 
 
 class _Untold(Exception):

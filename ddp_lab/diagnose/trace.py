@@ -55,6 +55,8 @@ class Pass:
     """The first call of a model that was not trained on it."""
     is_put_together: bool = False
     """Whether ranks have exchanged figures between its evaluation and the next training."""
+    is_trimmed: bool = False
+    """Whether the exchange has taken out what a loader had put in twice."""
 
     @property
     def ids(self) -> list[int] | None:
@@ -107,6 +109,8 @@ class Run:
     """Where its processes have written their traces."""
     problem: str = ""
     """Why it has not come to its end, in one line; empty where it has."""
+    fault: str = ""
+    """The name of the finding that this is, if one rank can do what these cannot; empty where it is none."""
 
     @property
     def world(self) -> int:
@@ -191,6 +195,7 @@ def _rank(events: Iterator[Event]) -> Rank:
         elif kind == "exchange":
             for each in evaluated:
                 each.is_put_together = True
+                each.is_trimmed |= event["trims"]
         elif kind == "forward":
             evaluated.clear()
             if latest is not None:

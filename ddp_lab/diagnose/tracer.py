@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -41,6 +42,7 @@ from ddp_core.base.digests import optimizer_digest
 from ddp_lab.diagnose.loaders import Loaders
 from ddp_lab.diagnose.loss_weights import LossWeights
 from ddp_lab.diagnose.recorder import Recorder, digest, digest_of_bytes, rows, site, some_elements
+from ddp_lab.diagnose.silence import answer_where
 from ddp_lab.diagnose.variables import FOLDER, STEPS, TAPE, UNTIL, ended_file
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 LONGER = 6
 """For a second epoch so many times the steps are seen at most."""
 _WAIT_SECONDS = 10.0
+_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "base_momentum", "max_momentum")
+"""Settings of an optimizer that schedules change."""
 _EXCHANGES = (
     *("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather", "all_to_all", "all_to_all_single"),
     *("all_gather_object", "gather_object"),
@@ -58,12 +62,14 @@ _EXCHANGES = (
 
 def install() -> None:
     """Hook into torch, which was just loaded."""
+    answer_where()
     atexit.register(lambda: ended_file(Path(os.environ[FOLDER]), os.getpid()).touch())
     tape = None
     if os.environ.get(TAPE):
         from ddp_lab.diagnose.tape import Tape
 
         tape = Tape(int(os.environ[TAPE]))
+        tape.watch_functions()
     Tracer(Recorder(Path(os.environ[FOLDER])), int(os.environ[STEPS]), os.environ.get(UNTIL, ""), tape).install()
 
 
@@ -188,8 +194,11 @@ class Tracer:
     def _begin_backward(self, function: Callable[..., Any], *words: Any, **named: Any) -> Any:
         self._recorder.write("backward", site=site())
         self._losses.new_backward()
+        roots = words[0] if words else named.get("tensors")
+        gradients = words[1] if len(words) > 1 else named.get("grad_tensors")
         try:
-            return function(*words, **named)
+            with nullcontext() if self._tape is None else self._tape.backward(roots, gradients):
+                return function(*words, **named)
         finally:
             self._losses.backwards += 1
 
@@ -207,7 +216,8 @@ class Tracer:
 
     def _exchange(self, function: Callable[..., Any], *words: Any, **named: Any) -> Any:
         if self._is_evaluating:
-            self._recorder.write("exchange")
+            # Accelerate takes out of the last batch what its loader had put into it twice.
+            self._recorder.write("exchange", trims=_is_called_by("gather_for_metrics"))
         return function(*words, **named)
 
     def _watch_scaler(self) -> None:
@@ -250,6 +260,8 @@ class Tracer:
             self._stop()
         self._is_saved = False
         self._stepping = optimizer
+        if self._tape is not None:
+            self._tape.step_begins()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 # With a closure, forward and the gradients come later.
@@ -277,6 +289,7 @@ class Tracer:
             weights_before={self._names[number]: found for number, found in self._before.items()},
             weights=digests,
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            settings=self._settings(optimizer),
             scaler=self._scaler,
             generators=_generators(),
             seed=torch.initial_seed(),
@@ -294,6 +307,25 @@ class Tracer:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 yield self._names[id(parameter)], parameter
+
+    def _settings(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        """By parameter, the numbers of its group, such as its weight decay, but for those that a schedule changes."""
+        largest = max((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=0.0)
+        return {
+            self._names[id(parameter)]: {
+                "elements": parameter.numel(),
+                "a learning rate, as a part of the largest, of": float(group.get("lr", 0.0)) / largest
+                if largest
+                else 0,
+                **{
+                    key: each
+                    for key, each in group.items()
+                    if isinstance(each, int | float | list | tuple) and key not in (*_SCHEDULED, "params")
+                },
+            }
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
 
     def _look_at_gradients(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         """By parameter: the gradient that the optimizer uses, and what this rank's own samples gave."""
@@ -353,6 +385,13 @@ def _place() -> tuple[int, int, bool]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size(), True
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), False
+
+
+def _is_called_by(function: str) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _generators() -> dict[str, str]:

@@ -34,6 +34,10 @@ CASES = {
     "weights_of_each_rank": Case("weights-start-differently", ""),
     "clip_before_reduce": Case("clipped-before-reduction", "mindspore-lab/mindcv#603"),
     "sum_for_mean": Case("step-grows-with-ranks", "tensorflow/tensorflow#25806", "1,2,3"),
+    "statistic_without_gradient": Case("exchange-without-gradient", ""),
+    "gathered_without_gradient": Case("exchange-without-gradient", ""),
+    "rank_0_validates": Case("hangs", "", "1,2"),
+    "groups_by_name": Case("settings-depend-on-ranks", ""),
     "tied_weight_reduced_twice": Case("reduced-unlike", "pytorch/pytorch#132027"),
     "divided_twice": Case("step-grows-with-ranks", "meta-pytorch/torchtune#2172"),
     "mean_of_means": Case("unlike-weights", "huggingface/transformers#34191"),
@@ -45,11 +49,14 @@ CASES = {
     "schedule_once_per_rank": Case("schedule-steps-with-ranks", "huggingface/accelerate#2926"),
     "no_set_epoch": Case("same-order-each-epoch", "pytorch/pytorch#31771"),
     "evaluates_one_share": Case("evaluates-a-share", "Lyken17/Efficient-PyTorch#24"),
+    "evaluates_the_padding": Case("evaluates-twice", ""),
     "order_of_a_set": Case("not-repeatable", "", "1"),
     "resume_without_generator": Case("resume-generators", "huggingface/transformers#11504", "1", True),
     "resume_at_the_epoch": Case("resume-samples", "allenai/allennlp#5220", "1", True),
     "resume_without_scaler": Case("resume-scaler", "huggingface/transformers#11323", "1", True),
     "resume_without_optimizer": Case("resume-optimizer", "", "1", True),
+    "rank_0_resumes": Case("resume-optimizer", "", "2", True),
+    "second_resume": Case("resume-samples", "", "2", True),
 }
 
 

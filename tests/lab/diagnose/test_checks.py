@@ -22,7 +22,7 @@ def step(number: int = 1, rank: int = 0, world: int = 1, **changes: Any) -> Step
         **{"event": "step", "step": number, "rank": rank, "world": world, "distributed": True, "site": "train.py:9"},
         **{"gradients": {"w": {"digest": f"g{number}", "own": [1.0, 2.0], "reduced": [1.0, 2.0]}}},
         **{"weights_before": {"w": f"w{number - 1}"}, "weights": {"w": f"w{number}"}, "state": f"s{number}"},
-        **{"rates": [0.1], "generators": {}, "seed": 0, "sharded": False},
+        **{"rates": [0.1], "generators": {}, "seed": 0, "sharded": False, "settings": {}},
     }
     parts = {name: changes.pop(name) for name in ("losses", "clips", "schedules") if name in changes}
     samples = changes.pop("samples", [f"{rank}-{number}-{index}" for index in range(2)])
@@ -151,13 +151,46 @@ def test_the_same_order_twice() -> None:
     assert checks.of_run(run([step(world=2)], [step(rank=1, world=2)], passes=[[first, other]] * 2)) == []
 
 
+def test_unlike_numbers_of_batches() -> None:
+    passes = [[one_pass([0, 1])], [one_pass([2, 3], length=1)]]
+    assert names(checks.of_run(run([step(world=2)], [step(rank=1, world=2)], passes=passes))) == ["unlike-batches"]
+
+
 def test_what_a_resume_does_not_bring_back() -> None:
     straight, stopped = run([step(), step(2), step(3)]), run([step()])
-    assert list(not_restored(straight, stopped, run([step(2), step(3)]))) == []
+    assert list(not_restored(straight, [stopped], run([step(2), step(3)]))) == []
     changed = step(2, weights_before={"w": "x"}, state="x", rates=[0.2], samples=["0-1-0", "0-1-1"])
-    found = list(not_restored(straight, stopped, run([changed])))
+    found = list(not_restored(straight, [stopped], run([changed])))
     assert names(found) == ["resume-weights", "resume-optimizer", "resume-rate", "resume-samples"]
     assert found[-1].evidence.endswith("has the samples of step 1")
+
+
+def test_a_resume_that_goes_wrong_on_another_rank_or_a_second_time() -> None:
+    straight = run(*[[step(number, rank, 2) for number in (1, 2, 3)] for rank in (0, 1)])
+    stopped, resumed = (run(*[[step(number, rank, 2)] for rank in (0, 1)]) for number in (1, 2))
+    forgetful = run([step(2, 0, 2)], [step(2, 1, 2, state="x")])
+    (found,) = not_restored(straight, [stopped], forgetful)
+    assert (found.name, found.evidence.split(": ")[0]) == (
+        "resume-optimizer",
+        "after 1 steps and a resume, on rank 1",
+    )
+    again = run(*[[step(3, rank, 2, samples=[f"{rank}-2-{index}" for index in range(2)])] for rank in (0, 1)])
+    assert list(not_restored(straight, [stopped], resumed)) == []
+    (found,) = not_restored(straight, [stopped, resumed], again)
+    assert found.evidence == "after 2 steps and 2 resumes: step 3 has the samples of step 2"
+
+
+def test_settings_of_a_parameter_that_depend_on_ranks() -> None:
+    settings = {"w": {"elements": 6, "weight_decay": 0.0}, "b": {"elements": 2, "weight_decay": 0.0}}
+    decays = {"w": {"elements": 6, "weight_decay": 0.5}}
+    one, two = run([step(settings=settings)]), run([step(world=2, settings=settings | decays)], [step(rank=1, world=2)])
+    assert [each for each in across.with_ranks(one, two) if each.name == "settings-depend-on-ranks"] == [
+        Finding(
+            "settings-depend-on-ranks",
+            "w has weight_decay 0.5 on 2 ranks, weight_decay 0.0 on one (1 of 2 parameters, 6 numbers)",
+            *(2, "train.py:9"),
+        )
+    ]
 
 
 def evaluated(ids: Sequence[int], **changes: Any) -> Pass:
@@ -175,6 +208,9 @@ def evaluated(ids: Sequence[int], **changes: Any) -> Pass:
         (evaluated([0, 1]), evaluated([1, 0]), []),
         (evaluated([0, 2], is_put_together=True), evaluated([1, 3], is_put_together=True), []),
         (evaluated([0, 2], is_complete=False), evaluated([1, 3]), []),
+        (evaluated([0, 2], is_put_together=True), evaluated([1, 0], is_put_together=True), ["evaluates-twice"]),
+        (evaluated([0, 2], is_put_together=True), evaluated([1, 0], is_trimmed=True), []),
+        (evaluated([0, 1], is_put_together=True), evaluated([0, 1]), []),
     ],
 )
 def test_an_evaluation_of_which_each_rank_has_a_share(first: Pass, second: Pass, found: list[str]) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ddp_lab.diagnose.findings import Finding
 from ddp_lab.diagnose.recorder import digest
 from ddp_lab.diagnose.replay import Part, remaining, replay, sums_in_some_order
-from ddp_lab.diagnose.tape import Content, Entry, Place, Reduction, StepMade, Tape, read_tape
+from ddp_lab.diagnose.tape import Content, Entry, Exchange, Place, StepMade, Tape, read_tape
 from ddp_lab.diagnose.trace import Rank, Run
 from tests.support.wording import refusing
 
@@ -36,8 +36,8 @@ def reducing(received: Tensor, weight: Tensor | None = None) -> list[list[Entry]
     return [
         [
             Content(0, part.numpy().tobytes()),
-            Reduction(0, [place], "SUM"),
-            Content(0, received.numpy().tobytes(), reduction=0),
+            Exchange(0, "allreduce_", [place], [[place]], "SUM"),
+            Content(0, received.numpy().tobytes(), exchange=0),
             StepMade({"w": place}, {"w": digest(received if weight is None else weight)}),
         ]
         for part in PARTS
