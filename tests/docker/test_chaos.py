@@ -75,7 +75,7 @@ def test_full_disk_ends_with_4_and_goes_on_once_there_is_room(image: str, tmp_pa
 def test_cut_off_minority_exits_6_and_writes_nothing_while_the_others_end_the_run(start: Start) -> None:
     nodes = start({"nodes": 3}, epochs=8)
     nodes.at_step(30)
-    victim = nodes.of_rank_0()
+    victim = nodes.of_rank(0)
     began = time.time()
     nodes.cluster.cut_off(victim)
     nodes.until(lambda: nodes.words.first_notice(began, not_from=victim) is not None, 40)

@@ -59,14 +59,6 @@ def test_baseline_then_two_nodes_with_two_processes_then_the_table(image: str, t
 
 
 @pytest.mark.slow
-def test_three_nodes_with_one_process(image: str, engine: docker.DockerClient, tmp_path: Path) -> None:
-    spec = Spec("linear_regression", nnodes=3, nproc_per_node=1, output=tmp_path, data=tmp_path)
-    exit_code, said = run_cluster(spec, engine)
-    assert exit_code == 0, said
-    assert len(list(tmp_path.glob("*/ddp-3x1-cpu-*/run.json"))) == 1
-
-
-@pytest.mark.slow
 def test_one_failed_node_fails_the_cluster(image: str, engine: docker.DockerClient, tmp_path: Path) -> None:
     spec = Spec(
         "digits", nnodes=2, options=("--set", "epochs=100000", "--max-restarts", "0"), output=tmp_path, data=tmp_path

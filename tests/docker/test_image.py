@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import time
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,23 +54,6 @@ def run(command: str | list[str], folder: Path = ROOT) -> str:
 def test_compose_prints_the_same(project: Project, image: str, identity: str) -> None:
     project.variables["DDP_IDENTITY"] = identity
     assert project.compose("run", "--rm", "help").stdout == run(["docker", "run", "--rm", image])
-
-
-def test_labels_say_what_it_is(image: str, engine: docker.DockerClient) -> None:
-    named = "org.opencontainers.image."
-    labels = {
-        name.removeprefix(named): value
-        for name, value in engine.images.get(image).labels.items()
-        if name.startswith(named)
-    }
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert labels.pop("description")
-    assert labels.pop("revision") == os.environ.get("GIT_COMMIT", "unknown")
-    # Those of a base image, such as Ubuntu's own ref.name and version, may be there as well.
-    assert {"title", "licenses", "version", "authors"} <= set(labels)
-    assert (labels["title"], labels["licenses"]) == (project["name"], project["license"])
-    assert labels["version"] == os.environ.get("VERSION", project["version"])
-    assert not {"created", "source", "url"} & set(labels)
 
 
 def test_packages_of_ones_own_come_into_the_image(project: Project, engine: docker.DockerClient) -> None:

@@ -108,16 +108,18 @@ def begin(prepare: Start, output: Path) -> tuple[Pods, list[Container]]:
     return pods, nodes
 
 
-def test_a_pod_of_a_drained_machine_ends_with_75_and_its_replacement_joins_the_other(
-    prepare: Start, output: Path, single: str
-) -> None:
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["drained", "killed"])
+def test_a_replacement_joins_the_other_pod(prepare: Start, output: Path, single: str, is_killed: bool) -> None:
     pods, nodes = begin(prepare, output)
-    pods.stop(nodes[1])
-    assert ends(nodes[1]) == [75], said(*nodes)
+    if is_killed:
+        nodes[1].kill()
+    else:
+        pods.stop(nodes[1])
+        assert ends(nodes[1]) == [75], said(*nodes)
     replacement = pods.start(1)
     assert ends(nodes[0], replacement) == [0, 0], said(*nodes, replacement)
     assert record_in(output)["weights_sha256"] == single
-    assert "left after step" in said(nodes[0])
+    assert is_killed or "left after step" in said(nodes[0])
 
 
 @pytest.mark.slow
@@ -133,15 +135,6 @@ def test_the_first_pod_of_a_drained_machine_stops_both_and_their_replacements_go
     assert ends(*again) == [0, 0], said(*again)
     record = record_in(output)
     assert (record["status"], record["weights_sha256"]) == ("completed", single)
-
-
-@pytest.mark.slow
-def test_a_killed_pod_is_replaced_while_the_other_waits(prepare: Start, output: Path, single: str) -> None:
-    pods, nodes = begin(prepare, output)
-    nodes[1].kill()
-    replacement = pods.start(1)
-    assert ends(nodes[0], replacement) == [0, 0], said(*nodes, replacement)
-    assert record_in(output)["weights_sha256"] == single
 
 
 @pytest.mark.slow

@@ -41,13 +41,6 @@ def test_experiment_and_quoted_options_come_through_the_environment(project: Pro
     assert record["experiment"]["model"]["options"]["width"] == 8
 
 
-def test_mistake_is_one_line_and_exit_2(project: Project) -> None:
-    done = project.up("ddp-cpu", EXPERIMENT="digitz")
-    assert done.returncode == 2
-    assert "digits" in done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-
-
 @pytest.mark.skipif(not NO_GPU, reason="this machine has an NVIDIA driver")
 @pytest.mark.parametrize("identity", ["detected", "known"])
 def test_gpu_service_without_gpus_says_what_is_missing_and_the_way_out(
