@@ -1,8 +1,8 @@
 """The list of torch's private names that this project uses, and a look whether all are there.
 
 A private name may be gone with the next torch. So all of them stand here, and are used in torch_internals.py alone;
-tests/core/base/test_torch_internals.py tries each on the installed torch. Only the methods of torch's elastic agent are
-named in another file: launch/agent.py overrides them.
+tests/core/base/test_torch_internals.py tries on the installed torch those that it could change without an error. Only
+the methods of torch's elastic agent are named in another file: launch/agent.py overrides them.
 """
 
 from __future__ import annotations

@@ -295,6 +295,17 @@ def test_set_epoch_keeps_the_position_in_the_same_epoch_only() -> None:
     assert len(sampler) == 50
 
 
+def test_an_epoch_ends_at_its_length_also_where_the_last_step_has_fewer_samples() -> None:
+    sampler = ElasticSampler(Numbers(10), 2, 0)
+    for _ in range(3):
+        sampler.advance(4)
+    assert (sampler.samples_trained, list(sampler), len(sampler)) == (10, [], 0)
+    for rank, expected in enumerate(([0, 2, 4], [1, 3])):
+        ids = iter(ElasticSampler(range(5), 2, rank, shuffle=False))
+        assert list(islice(ids, 3)) == expected
+        assert ids.state_dict()["samples_trained"] == 5
+
+
 @pytest.mark.parametrize(("length", "options"), [(11, {}), (10, {"seed": 1}), (10, {"shuffle": False})])
 def test_a_position_in_another_order_or_format_is_refused(length: int, options: dict[str, int]) -> None:
     state = ElasticSampler(Numbers(10), 2, 0).state_dict()
@@ -311,7 +322,7 @@ def test_misuse_is_refused() -> None:
             ElasticSampler(Numbers(10), 2, rank)
     with refusing(ValueError):
         ElasticSampler(Numbers(10), 2, 0).advance(-1)
-    with refusing(ValueError):
+    with pytest.raises(ValueError, match="process group"):  # torch's words
         ElasticSampler(Numbers(10))
     for length in (-1, 2**63):
         with refusing(ValueError):

@@ -32,6 +32,7 @@ _OTHER_EACH_TIME = re.compile(
             r"\b20\d{6}T\d{6}Z-\w+",  # a run
             r"(?<=127\.0\.0\.1:)\d+",  # a port
             r"[0-9a-f]{7,}…",  # a digest
+            r"(?<=/)test_\w+\.py:\d+",  # a line of a test
             r"\b0x[0-9a-f]+",  # an object
             r"[\d.]+ .?B(?= are free)",  # the room on a disk
         )

@@ -78,6 +78,13 @@ def test_a_format_is_asked_for() -> None:
             parse_document(other, Item, "a/1")
 
 
+def test_names_from_the_document_do_not_fill_the_line() -> None:
+    with pytest.raises(BadDocument) as refused:
+        parse_document('{"' + "x\\n" * 5000 + '": []}', dict[str, str])
+    assert len(str(refused.value)) < 200
+    assert "\n" not in str(refused.value)
+
+
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text("[" + " " * 998 + "]")

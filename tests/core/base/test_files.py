@@ -89,6 +89,10 @@ def test_nothing_is_written_or_removed_through_a_folder_that_is_a_link(tmp_path:
         make_folder_beneath(run / "heartbeats")
     with refusing():
         Checkpointer(run / "checkpoints", fence=Fence.take(run))
+    (run / "fence.lock").unlink()
+    (run / "fence.lock").symlink_to(elsewhere / "rank-0.json")
+    with refusing():
+        Fence.take(run)
     assert [file.read_text() for file in elsewhere.iterdir()] == ["dear"]
 
 
@@ -109,8 +113,9 @@ def test_a_pipe_is_neither_read_nor_written(tmp_path: Path) -> None:
     with pytest.raises(BadDocument):
         read_document(pipe, dict)
     assert not is_held(tmp_path)
-    with refusing():
-        open_beneath(pipe, os.O_RDWR | os.O_CREAT)
+    for flags in (os.O_WRONLY, os.O_RDWR):  # the system itself refuses the first one, where nobody reads the pipe
+        with refusing():
+            open_beneath(pipe, flags | os.O_CREAT)
 
 
 def test_text_of_files_does_not_act() -> None:

@@ -144,6 +144,32 @@ def rebuild_buckets(_: int, __: int, ___: str) -> None:
     assert torch_internals.ddp_facts(ddp)["rebuilt_bucket_sizes"]
 
 
+def static_graph(_: int, __: int, ___: str) -> None:
+    ddp = replicated(static_graph=True)
+    reduced = []
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        reduced.append(bucket.index())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    ddp.register_comm_hook(None, hook)
+    torch_internals.keep_static_graph_from_reducing(ddp)
+    with ddp.no_sync():
+        ddp(torch.ones(1, 2)).sum().backward()
+    assert reduced == []
+
+
+def groups(_: int, __: int, ___: str) -> None:
+    replicated()
+    assert (world := dist.group.WORLD) is not None
+    assert torch_internals.timeout_of(world, torch.device("cpu")) == TIMEOUT
+    another = dist.new_group([0])
+    assert torch_internals.process_groups() == [world, another]
+
+
 def metadata(_: int, __: int, ___: str) -> None:
     state = nn.BatchNorm1d(2).state_dict()
     versions = torch_internals.module_versions(state)
@@ -194,6 +220,8 @@ CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
     "TORCH_ELASTIC_WORKER_IDENTICAL": alike_nodes,
     "TORCHELASTIC_SIGNALS_TO_HANDLE": signals,
     "_rebuild_buckets": rebuild_buckets,
+    "_static_graph_delay_allreduce_enqueued": static_graph,
+    "_world": groups,
     "_metadata": metadata,
 }
 
@@ -202,6 +230,95 @@ CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
 def test_torch_still_keeps_it(name: str, tmp_path: Path) -> None:
     with explained(name):
         run_processes(CONTRACTS[name], 1, str(tmp_path))
+
+
+def counter_of_writes() -> None:
+    tensor = torch.zeros(2)
+    before = torch_internals.writes_to(tensor)
+    tensor.detach()[:1].add_(1)
+    assert torch_internals.writes_to(tensor) == before + 1
+
+
+def buffers() -> None:
+    layer = nn.Module()
+    kept = torch_internals.buffers_of(layer)
+    layer.register_buffer("calls", torch.zeros(1))
+    layer.calls = layer.calls + 1
+    assert kept["calls"] is layer.calls
+
+
+def hooks() -> None:
+    ours, theirs = (torch.ones(2, requires_grad=True) for _ in range(2))
+    seen: list[torch.Tensor] = []
+    doubling = theirs.register_hook(lambda gradient: 2 * gradient)
+    theirs.register_post_accumulate_grad_hook(seen.append)
+    torch_internals.share_hooks(ours, theirs)
+    ours.sum().backward()
+    assert ours.grad is not None
+    assert (ours.grad.tolist(), seen[0] is ours) == ([2, 2], True)
+    theirs.register_hook(lambda gradient: 10 * gradient)
+    doubling.remove()
+    ours.grad = None
+    ours.sum().backward()
+    assert ours.grad.tolist() == [10, 10], "later changes are shared, too"
+
+
+def end_of_backward() -> None:
+    seen = []
+    first = nn.Parameter(torch.ones(1))
+    first.register_hook(lambda _: seen.append("first"))
+    rows = first * 1.0
+    rows.register_hook(lambda _: torch_internals.at_the_end_of_backward(lambda: seen.append("end")))
+    rows.sum().backward()
+    assert seen == ["first", "end"]
+    torch_internals.backward_from((first * 3.0).sum(), torch.tensor(0.25))
+    assert first.grad is not None
+    assert first.grad.item() == 1.75, "a backward adds to the gradient"
+
+
+def softmax_backward() -> None:
+    inputs = torch.arange(6.0).view(2, 3).requires_grad_()
+    coming = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 4.0]])
+    result = inputs.softmax(-1)
+    result.backward(coming)
+    assert torch.equal(torch._softmax_backward_data(coming, result.detach(), -1, torch.float32), inputs.grad)
+
+
+def int_mm() -> None:
+    product = torch._int_mm(torch.full((17, 8), -100, dtype=torch.int8), torch.full((8, 8), 100, dtype=torch.int8))
+    assert (product.dtype, product.unique().tolist()) == (torch.int32, [-80_000])
+
+
+def compiled() -> None:
+    plain = nn.Sequential(nn.Linear(2, 2))
+    names, weight = list(plain.state_dict()), plain[0].weight
+    plain[0] = torch.compile(plain[0], backend="eager")
+    whole = torch.compile(plain, backend="eager")
+    assert [torch_internals.plain_name(name) for name in whole.state_dict()] == names != list(whole.state_dict())
+    again = torch_internals.uncompiled(whole)
+    assert (type(again), list(again.state_dict()), again[0].weight is weight) == (nn.Sequential, names, True)
+    again.compile(backend="eager")
+    assert again._compiled_call_impl is not None
+    assert torch_internals.uncompiled(again)._compiled_call_impl is None
+
+
+SILENT: dict[str, Callable[[], None]] = {
+    "torch.Tensor._version": counter_of_writes,
+    "_buffers": buffers,
+    "_backward_hooks": hooks,
+    "_execution_engine": end_of_backward,
+    "_softmax_backward_data": softmax_backward,
+    "_int_mm": int_mm,
+    "_orig_mod": compiled,
+}
+"""What a release of torch could change so that a run has other bits, a hook that is not called, or a compiled model in
+the place of the plain one, and no error; the other names end in an error where a run uses them."""
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_torch_still_computes_the_same_with_it(name: str) -> None:
+    with explained(name):
+        SILENT[name]()
 
 
 def take_away(name: str, patch: pytest.MonkeyPatch) -> None:

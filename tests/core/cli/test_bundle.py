@@ -165,16 +165,16 @@ def test_what_would_grow_is_refused(packed: Path, tmp_path: Path) -> None:
 def test_what_is_no_bundle_is_refused(packed: Path, tmp_path: Path) -> None:
     file = tmp_path / "file.zip"
     file.write_text("nothing")
-    with refusing():
+    with pytest.raises(UserError, match="is not a bundle, or is damaged"):
         verify(file, **AS_RECORDED)
     with ZipFile(file, "w") as archive:
         archive.writestr("run.json", "{}")
     with refusing():
         verify(file, **AS_RECORDED)
     file.write_bytes(packed.read_bytes()[:-40])
-    with refusing():
+    with pytest.raises(UserError, match="is not a bundle, or is damaged"):
         verify(file, **AS_RECORDED)
-    with refusing():
+    with pytest.raises(UserError, match=r"is not a bundle, or is damaged: .*MANIFEST"):
         verify(again(packed, file, lambda members: members.pop("MANIFEST")), **AS_RECORDED)
     shutil.copy(packed, file)
     with ZipFile(file, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):

@@ -235,7 +235,8 @@ def test_an_extended_run_ends_as_one_long_run(output: Path, project: Path, sched
 def test_verify_repeats_an_extension_and_the_weights_that_a_run_began_with(output: Path, project: Path) -> None:
     train(output / "first", project)
     first, _ = trained(output / "first")
-    extend(output / "second", project, "--set", "schedule.name=cosine", "--init-from", str(first.path))
+    _, said = extend(output / "second", project, "--set", "schedule.name=cosine", "--init-from", str(first.path))
+    assert "schedule cosine depends on the length of the run" in said
     ended = ddp("verify", trained(output / "second")[0].path, module="tests.support.quick")
     assert (ended.code, ended.output.splitlines()[-1]) == (0, "identical"), ended.output + ended.errors
 
@@ -251,6 +252,16 @@ def test_a_finished_run_is_extended_by_length_alone_and_from_its_end(output: Pat
     said = refused(output, project, "--set", "epochs=4", "--resume", directory.path)
     assert "no checkpoint of its last step 4" in said
     assert len(trained(output)[1]["attempts"]) == 1
+
+
+def test_a_run_begins_with_given_weights_and_those_that_do_not_fit_are_named(output: Path, project: Path) -> None:
+    first = train(output / "first", project)
+    words = ("--init-from", trained(output / "first")[0].path)
+    record = train(output / "second", project, *words, "--set", "optimizer.lr=1e-30")
+    assert record["init_from"]["sha256"] == first["weights_sha256"] == record["weights_sha256"], "no step changes them"
+    ended = ddp("train", project, *words, "--set", "model.width=6", *CPU, "--output", output / "third")
+    assert (ended.code, ended.errors.count("ddp: error: ")) == (2, 1)
+    assert "0.weight is torch.float32 [5, 10] there, torch.float32 [6, 10] here" in ended.errors
 
 
 @pytest.mark.slow

@@ -121,6 +121,7 @@ def test_probing_does_not_turn_a_newcomer_away(tmp_path: Path) -> None:
     RunLock(tmp_path).acquire().release()
     with (tmp_path / "run.lock").open() as probe:
         fcntl.flock(probe, fcntl.LOCK_SH)
+        assert not is_held(tmp_path, patience=0.0), "nor is it taken for a holder by another probe"
         threading.Timer(0.1, lambda: fcntl.flock(probe, fcntl.LOCK_UN)).start()
         with RunLock(tmp_path):
             pass
