@@ -129,7 +129,7 @@ def put_together(contents: Iterable[Any], shapes: Shapes) -> Any:
             pieces.setdefault(name, []).extend(found.items())
     cuts = {}
     for name, strides in first["strides"].items():
-        if name not in pieces:
+        if not pieces.get(name):
             raise Damaged(f"no part has pieces of {name}")
         cuts[name] = _complete(name, shapes[name][1], strides, pieces[name])
     cuts |= {name: cuts[other] for name, other in first["tied"].items()}

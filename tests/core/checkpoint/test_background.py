@@ -65,6 +65,17 @@ def test_whoever_returns_from_the_copy_finds_all_of_it() -> None:
     assert wrong == []
 
 
+def test_a_failed_copy_fails_every_thread_that_waits_for_it() -> None:
+    """Else a writer would commit what another thread has not copied."""
+    snapshots, own = Snapshots(), StateTensors([torch.ones(3)])
+    snapshots.copy(own, now=[])
+    snapshots._left.clear()
+    snapshots._left.append((torch.zeros(2), torch.ones(3)))
+    for said in ("must match", "a part of the state could not be copied"):
+        with pytest.raises(RuntimeError, match=said):
+            snapshots.carry_on()
+
+
 class _Gate:
     """Holds a save at one point until the gate is opened."""
 

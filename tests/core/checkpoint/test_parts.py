@@ -212,6 +212,7 @@ SPOILED: dict[str, dict[int, dict[str, dict[int, torch.Tensor] | None]]] = {
     "one lost": {1: {WEIGHT: None}},
     "the last one lost": {2: {WEIGHT: None}},
     "all lost": {number: {WEIGHT: None} for number in range(3)},
+    "all empty": {number: {WEIGHT: {}} for number in range(3)},
     "one twice": {1: {WEIGHT: {0: torch.ones(8)}}},
     "one too far": {1: {WEIGHT: {23: torch.ones(2)}}},
     "another type": {1: {WEIGHT: {8: torch.ones(8).double()}}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -199,7 +200,29 @@ def test_ranks_that_do_not_fit_together_are_refused() -> None:
     for message in refused(owns_on_the_first_alone):
         assert "shares is contiguous, in 1 flat tensors on rank 0, but contiguous on rank 1" in message
     assert refused(lambda group: owns(group, **({"shares": "contiguous"} if group.rank() else {}))) == [""] * 2
-    assert all("2 ranks" in message for message in refused(lambda group: owns(group, micro_batches=1)))
+    for shared in (owns, lambda group, micro_batches: ExactReduction(LAYER, micro_batches, process_group=group)):
+        for message in refused(lambda group, shared=shared: shared(group, micro_batches=1)):
+            assert message == "1 micro-batches cannot be shared by 2 ranks: some would be idle"
+
+
+def test_sums_are_made_as_the_nodes_lie_and_wait_as_they_were_told() -> None:
+    def told(make: Callable[..., Any], group: Any) -> Any:
+        reduction = make(process_group=group, timeout=timedelta(seconds=9), node=group.rank() // 2)
+        own, groups = reduction._channel.group, reduction._channel.ordered_sum.groups
+        reduction.close()
+        return own.asked, groups
+
+    def owns(shares: Dealt, **how: Any) -> Any:
+        made = copy.deepcopy(LAYER)
+        return OwnsPieces(made, optimizer(made), 4, shares=shares, **how).reduction
+
+    def whole(shares: Dealt, **how: Any) -> Any:
+        return ExactReduction(copy.deepcopy(LAYER), 4, shares=shares, **how)
+
+    expected = (torch.device("cpu"), timedelta(seconds=9)), ((0, 1), (2, 3))
+    for make, shares in itertools.product((owns, whole), ("contiguous", "strided")):
+        found = on_thread_world(4, functools.partial(told, functools.partial(make, shares)))
+        assert found == [expected] * 4, (make, shares)
 
 
 @pytest.mark.parametrize("shares", ["contiguous", "strided"])

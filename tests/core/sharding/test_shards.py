@@ -58,6 +58,13 @@ def test_every_element_has_one_owner_and_cuts_lie_between_blocks(world_size: int
             assert torch.equal(flat, shards.groups[piece.group].flat[piece.place])
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_ranks_own_about_as_much(world_size: int) -> None:
+    shards = Shards(parameters([(1000, 1000), (1000,), (1000, 2000), (2000,), (2000, 500), (500,)]), range(world_size))
+    owned = [sum(piece.tensor.numel() for piece in shards.pieces(rank)) for rank in range(world_size)]
+    assert max(owned) <= sum(owned) / world_size * 1.02
+
+
 def test_parameters_that_share_memory_are_refused() -> None:
     memory = torch.zeros(10)
     strided = torch.as_strided(memory, (3, 2), (4, 1))  # its last element is number 9

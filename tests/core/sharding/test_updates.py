@@ -168,6 +168,20 @@ def test_a_state_is_cut_goes_on_and_is_whole_again(has_empty: bool) -> None:
     assert [together([state]) for state in train(None)] == expected
 
 
+def test_each_rank_keeps_the_state_of_its_part_alone_in_memory_of_its_own() -> None:
+    state = state_after(3)
+    before = in_order(state)
+    for rank in on_threads(RANKS, lambda group: Rank(group)):
+        rank.updates.load_whole_state(state)
+        for tensor, kept in rank.optimizer.state.items():
+            for name, value in leaves(kept).items():
+                if isinstance(value, Tensor) and isinstance(tensor, Tensor):
+                    assert value.shape in (tensor.shape, ()), name
+                    assert value.untyped_storage().nbytes() == value.nbytes, name
+                    value.add_(1)
+    assert in_order(state) == before
+
+
 def test_what_is_not_cut_is_saved_as_a_copy() -> None:
     rank = Rank(None, state_after(1))
     rank.updates.own_state()["state"][3]["mean"].add_(1)

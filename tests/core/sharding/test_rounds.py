@@ -1,0 +1,61 @@
+"""Strided shares in which each rank adds up its own part: a slow network does not pile up gradients."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_core.reduction.flat import Gradients
+from ddp_core.reduction.parts import parts_on
+from ddp_core.sharding.owned import Owned
+from ddp_core.sharding.parcels import group_parcels
+from ddp_core.sharding.rounds import Rounds
+from ddp_core.sharding.shards import Shards
+from tests.support.thread_group import at_once
+
+UNDER_WAY = 3
+
+
+class Slow:
+    """A channel on which nothing arrives before somebody waits for it."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.under_way = self.most = 0
+
+    def submit(self, transfer: Any, like: Tensor) -> Any:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        return SimpleNamespace(wait=lambda: self.arrive(transfer))
+
+    def arrive(self, transfer: Any) -> Tensor:
+        self.under_way -= 1
+        return at_once(transfer)
+
+
+def test_no_more_parcels_are_on_their_way_than_are_allowed() -> None:
+    # Of four dtypes, so that each weight is a parcel of its own.
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+    weights = nn.ParameterList(nn.Parameter(torch.ones(8, dtype=dtype)) for dtype in dtypes)
+    gradients, channel = Gradients(weights), Slow()
+    shards = Shards(gradients.parameters, range(1))
+    owned = [Owned("", weights[each.position], each.start, each.stop, each.tensor) for each in shards.pieces(0)]
+    rounds = Rounds(
+        group_parcels(shards, 0, gradients),
+        owned,
+        gradients,
+        parts_on(None, (), channel.device),
+        channel,  # type: ignore[arg-type]
+        UNDER_WAY,
+    )
+    rounds.begin(3)
+    with rounds.backward(0):
+        sum(weight.sum() for weight in weights).backward()  # type: ignore[union-attr]
+        assert channel.most == UNDER_WAY
+    assert channel.under_way == UNDER_WAY
+    rounds.begin(2)
+    assert channel.under_way == 0, "the step that was given up has left nothing on its way"
