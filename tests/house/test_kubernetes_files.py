@@ -41,6 +41,15 @@ def test_a_pod_is_confined_as_in_compose(name: str) -> None:
 
 
 @each_job
+def test_a_pod_has_room_and_time_as_in_compose(name: str) -> None:
+    compose = yaml.safe_load((ROOT / "compose.yaml").read_text())["x-train"]
+    spec = pod_spec(documents(name))
+    assert spec["terminationGracePeriodSeconds"] >= int(compose["stop_grace_period"].removesuffix("s"))
+    (shm,) = [volume["emptyDir"] for volume in spec["volumes"] if volume["name"] == "shm"]
+    assert (shm, compose["shm_size"]) == ({"medium": "Memory", "sizeLimit": "1Gi"}, "1gb")
+
+
+@each_job
 def test_exit_codes_mean_what_their_page_says(name: str) -> None:
     page = (ROOT / "docs" / "reference" / "exit-codes.md").read_text()
     again = {int(code): verdict for code, verdict in re.findall(r"^\| (\d+) \|.*\| ([^|]*) \|$", page, re.MULTILINE)}
