@@ -33,6 +33,7 @@ def test_a_checkpoint_continues_on_other_ranks(tmp_path: Path) -> None:
     assert only_digest(launch(script, 2, tmp_path, "step-15"), 2) == whole
 
 
+@pytest.mark.slow
 def test_a_shuffling_loader_is_dealt_the_same_way(tmp_path: Path) -> None:
     """The last batch is short: with `even_batches`, Accelerate would fill it up with samples it has dealt already."""
     script = EXACT.replace("torch.randn(1000, 8)", "torch.randn(477, 8)")
@@ -41,6 +42,7 @@ def test_a_shuffling_loader_is_dealt_the_same_way(tmp_path: Path) -> None:
     only_digest(launch(script, 1, tmp_path) + launch(script, 2, tmp_path), 3)
 
 
+@pytest.mark.slow
 def test_noise_in_evaluation_data_is_a_warning_and_in_training_data_an_error(tmp_path: Path) -> None:
     noise = """
 draws = __import__("random").Random(0)

@@ -64,6 +64,7 @@ def test_one_digest_on_any_number_of_ranks(script: str, tmp_path: Path) -> None:
     assert digests == {plain_digest()}
 
 
+@pytest.mark.slow
 def test_draws_of_a_collate_function_are_the_same_and_metrics_count_once(tmp_path: Path) -> None:
     digests = [only_digest(launch(NOISY, ranks, tmp_path), ranks) for ranks in (1, 2)]
     assert digests[0] == digests[1] != plain_digest()
@@ -97,10 +98,12 @@ def test_what_cannot_be_exact_is_refused(old: str, new: str, said: str, tmp_path
     assert said in refused(EXACT_TRAINER.replace(old, new), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_module_that_counts_its_calls_is_refused(tmp_path: Path) -> None:
     assert "step 1: micro-batch 1, which rank 0 has computed, has another" in refused(COUNTING, tmp_path)
 
 
+@pytest.mark.slow
 def test_fabric_refuses_an_update_in_the_middle_of_a_step(tmp_path: Path) -> None:
     script = EXACT_FABRIC.replace("if strategy.steps.whole", "if True")
     assert "an update in the middle of a step" in refused(script, tmp_path)

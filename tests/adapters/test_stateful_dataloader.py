@@ -115,6 +115,24 @@ def test_a_state_taken_before_the_first_batch_binds_no_epoch() -> None:
     assert numbers(loop.loader) == list(order)
 
 
+def test_both_states_may_be_loaded() -> None:
+    first = Rank(64)
+    trained, state = first.train(2, advance=True)
+    resumed = Rank(64)
+    resumed.sampler.load_state_dict(first.sampler.state_dict())
+    resumed.loader.load_state_dict(state)
+    assert sorted(trained + numbers(resumed.loader)) == list(range(64))
+
+
+def test_going_back_in_one_process() -> None:
+    loop = Rank(64)
+    trained, state = loop.train(1)
+    loop.sampler.set_epoch(3)
+    loop.train(2)
+    loop.loader.load_state_dict(state)
+    assert sorted(trained + numbers(loop.loader)) == list(range(64))
+
+
 def test_a_loaders_state_in_another_order_is_refused() -> None:
     _, state = Rank(64).train(1)
     other = Rank(65)

@@ -99,16 +99,19 @@ def test_a_model_with_a_mean_loss_ends_as_in_a_plain_loop(tmp_path: Path) -> Non
     assert {only_digest(launch(OWN_MODEL, ranks, tmp_path), ranks) for ranks in (1, 3)} == {plain_digest()}
 
 
+@pytest.mark.slow
 def test_what_a_collator_draws_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
     workers = MASKED.replace("use_cpu=True", "use_cpu=True, dataloader_num_workers=1")
     digests = [only_digest(launch(script, ranks, tmp_path), ranks) for script, ranks in ((MASKED, 2), (workers, 1))]
     assert digests[0] == digests[1]
 
 
+@pytest.mark.slow
 def test_a_collator_with_a_generator_of_its_own_is_refused(tmp_path: Path) -> None:
     assert "micro-batch 0 of epoch 0 (samples" in refused(OWN_MASKS, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_model_that_counts_its_calls_is_refused(tmp_path: Path) -> None:
     assert "step 1: micro-batch 1, which rank 0 has computed, has another" in refused(COUNTING, tmp_path)
 

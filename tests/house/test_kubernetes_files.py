@@ -41,6 +41,15 @@ def test_a_pod_is_confined_as_in_compose(name: str) -> None:
 
 
 @each_job
+def test_a_pod_has_room_and_time_as_in_compose(name: str) -> None:
+    compose = yaml.safe_load((ROOT / "compose.yaml").read_text())["x-train"]
+    spec = pod_spec(documents(name))
+    assert spec["terminationGracePeriodSeconds"] >= int(compose["stop_grace_period"].removesuffix("s"))
+    (shm,) = [volume["emptyDir"] for volume in spec["volumes"] if volume["name"] == "shm"]
+    assert (shm, compose["shm_size"]) == ({"medium": "Memory", "sizeLimit": "1Gi"}, "1gb")
+
+
+@each_job
 def test_exit_codes_mean_what_their_page_says(name: str) -> None:
     page = (ROOT / "docs" / "reference" / "exit-codes.md").read_text()
     again = {int(code): verdict for code, verdict in re.findall(r"^\| (\d+) \|.*\| ([^|]*) \|$", page, re.MULTILINE)}
@@ -71,6 +80,22 @@ def values(part: Any, key: str) -> list[str]:
         return []
     here = part.get(key, [])
     return [*(here if isinstance(here, list) else [here]), *(v for item in part.values() for v in values(item, key))]
+
+
+ENUMERATIONS = {
+    **{"restartPolicy": {"Never"}, "completionMode": {"Indexed"}, "imagePullPolicy": {"IfNotPresent"}},
+    **{"fsGroupChangePolicy": {"OnRootMismatch"}, "medium": {"Memory"}, "effect": {"NoExecute"}, "clusterIP": {"None"}},
+    **{"accessModes": {"ReadWriteMany", "ReadWriteOnce"}, "policyTypes": {"Ingress", "Egress"}},
+    "protocol": {"TCP", "UDP"},
+}
+"""Words that Kubernetes' schemas call mere strings, and of which Kubernetes itself takes a few only."""
+
+
+@each_file
+def test_words_of_which_kubernetes_knows_a_few_are_among_them(name: str) -> None:
+    found = documents(name)
+    for key, known in ENUMERATIONS.items():
+        assert set(values(found, key)) <= known, key
 
 
 @each_job

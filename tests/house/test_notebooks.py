@@ -15,6 +15,7 @@ from tests.support.wording import refusing
 NOTEBOOK = ROOT / "docs" / "tutorials" / "train-in-a-notebook.ipynb"
 
 
+@pytest.mark.slow
 @pytest.mark.extras("nbclient", "ipykernel")
 def test_two_ranks_train_from_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import nbformat

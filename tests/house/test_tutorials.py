@@ -57,6 +57,7 @@ def test_a_reader_sees_what_the_page_shows(name: str, installed: Path, tmp_path:
     follow((DOCS / f"{name}.md").read_text(), installed, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

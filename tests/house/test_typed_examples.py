@@ -51,6 +51,7 @@ def test_every_example_is_green() -> None:
     assert red(shown) == []
 
 
+@pytest.mark.slow
 @pytest.mark.extras("mypy")
 def test_types_are_told_and_a_wrong_one_is_found() -> None:
     assert red([Example("batches.py", 1, BATCHES, "batches")]) == []

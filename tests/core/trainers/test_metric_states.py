@@ -183,6 +183,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
+@pytest.mark.slow
 def test_the_figures_are_the_same_on_every_layout(alone: Path, tmp_path: Path) -> None:
     expected = facts(trained(alone)[1])
     assert {"test_auroc", "test_f1", "test_drawn_mean", "ema_test_auroc", "test_largest"} <= expected.keys()

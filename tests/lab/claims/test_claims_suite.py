@@ -97,6 +97,11 @@ def test_a_rule_that_raises_keeps_the_measurements(setting: Setting) -> None:
     assert content["reason"] == "the judgement failed: KeyError: 'one'"
 
 
+def test_what_was_never_measured_is_not_judged(setting: Setting) -> None:
+    with pytest.raises(UserError, match="measure first"):
+        suite.judge_again([made_up(None)], setting.output, lambda _: None)
+
+
 def test_an_unknown_claim_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["C77"]) == 2
     assert "there is no claim C77" in capsys.readouterr().err
@@ -203,6 +208,13 @@ def test_a_rules_commit_and_its_changes_are_read_from_git(tmp_path: Path) -> Non
 def test_a_figure_that_cannot_be(figure: Figure, words: str) -> None:
     assert words in figure.fault
     assert bool(words) == bool(figure.fault)
+
+
+def test_a_figure_that_cannot_be_fails_the_run(setting: Setting) -> None:
+    known = replace(made_up(lambda _: {}), judge=lambda _: Judgement("confirmed", "counted", [Figure("bytes", 0)]))
+    said: list[str] = []
+    assert suite.measure_all([known], setting, said.append) == suite.FAILED
+    assert "C99: bytes is 0, and has to be greater than 0" in said
 
 
 def test_verdicts_of_a_run_are_those_that_holm_allows_for_all_of_its_claims(setting: Setting) -> None:

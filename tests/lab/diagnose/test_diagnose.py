@@ -86,6 +86,13 @@ def test_a_script_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_a_script_for_one_process_is_not_taken_for_one_of_several(tmp_path: Path) -> None:
+    ended = diagnose(tmp_path, "--ranks", "2", "--", write(tmp_path, TRAINS + STEP))
+    assert ended.code == 2
+    assert "makes no process group" in ended.errors
+
+
+@pytest.mark.slow
 def test_a_run_without_a_seed_is_said_and_no_bug(tmp_path: Path) -> None:
     script = write(tmp_path, TRAINS + STEP + "open('written.txt', 'w').write('into the scratch folder')")
     ended = diagnose(tmp_path, "--ranks", "1", "--", script)

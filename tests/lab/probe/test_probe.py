@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,14 @@ def test_an_operation_that_ends_its_process_leaves_the_others_to_another(tmp_pat
         ("operations", "sort"): {"trouble": "its process was ended by SIGSEGV"},
         ("training_steps", "toy_mlp"): {"digest": "a" * 64},
     }
+
+
+def test_a_process_that_hangs_is_ended(tmp_path: Path) -> None:
+    fake = tmp_path / "fake.py"
+    fake.write_text('import time\nprint(\'{"torch": "2.13.0"}\', flush=True)\ntime.sleep(600)\n')
+    only = replace(table(), operations={"sum": "a" * 64}, training_steps={})
+    _, found = measured(only, [sys.executable, "-S", str(fake)], limit=3)
+    assert found == {("operations", "sum"): {"trouble": "its process did not end within 3 s"}}
 
 
 def test_a_process_that_cannot_begin_is_an_error_of_one_line(tmp_path: Path) -> None:

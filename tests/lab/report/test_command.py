@@ -33,9 +33,10 @@ def test_the_users_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["--output", str(tmp_path / "none")]) == ExitCode.BAD_INPUT
     (tmp_path / "file").write_text("")
     assert main(["--output", str(tmp_path), "--to", str(tmp_path / "file")]) == ExitCode.RESOURCES
-    assert main(["--output", str(tmp_path), "--serve", "8000"]) == ExitCode.BAD_INPUT
+    for address in ("8000", "localhost:http", "localhost:99999"):
+        assert main(["--output", str(tmp_path), "--serve", address]) == ExitCode.BAD_INPUT
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 3
+    assert len(errors) == 5
     assert all(line.startswith("report: error: ") for line in errors)
 
 

@@ -124,6 +124,12 @@ def test_markup_in_names_stays_text(tmp_path: Path) -> None:
     assert parsed((tmp_path / "report" / "index.html").read_text()).tags["script"] == 1
 
 
+@pytest.mark.slow
+def test_the_same_runs_give_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    write_report(folder.parent, tmp_path)
+    assert (tmp_path / "index.html").read_bytes() == (folder / "index.html").read_bytes()
+
+
 def test_an_empty_folder_gives_a_page_that_says_how_to_begin(tmp_path: Path) -> None:
     write_report(tmp_path, tmp_path / "report")
     assert "ddp train digits --layout single" in (tmp_path / "report" / "index.html").read_text()
