@@ -257,11 +257,15 @@ def raising(folder: Path, where: str, error: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("where", "mode"), [("data", "single"), ("model", "dp"), ("data", "torchrun"), ("model", "torchrun")]
+    ("where", "mode", "workers"),
+    [("data", "single", 0), ("model", "dp", 0), ("data", "torchrun", 1), ("model", "torchrun", 0)],
 )
-def test_words_of_a_lost_peer_from_the_experiment_are_its_own(mode: str, where: str, tmp_path: Path) -> None:
+def test_words_of_a_lost_peer_from_the_experiment_are_its_own(
+    mode: str, where: str, workers: int, tmp_path: Path
+) -> None:
     file = raising(tmp_path, where, REFUSED)
-    ended = ddp("train", file, "--device", "cpu", *MODES[mode], "--output", tmp_path / "outputs")
+    words = (*MODES[mode], "--workers", workers)
+    ended = ddp("train", file, "--device", "cpu", *words, "--output", tmp_path / "outputs")
     assert ended.code == 2, ended.errors
     lines = [line for line in ended.errors.splitlines() if line.startswith("ddp: error: ")]
     assert len(lines) == 1
