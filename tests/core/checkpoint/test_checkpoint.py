@@ -165,6 +165,8 @@ def test_misuse_is_a_programmers_error(tmp_path: Path) -> None:
             Checkpointer(tmp_path, **options)
     with pytest.raises(TypeError):
         Checkpointer(tmp_path).save({}, step=1, epoch=0, metadata={"path": Path("x")})
+    with pytest.raises(TypeError, match=r"state\['a'\] has a key .* of type object"):
+        describe({"a": {object(): torch.ones(1)}})
     with pytest.raises(ValueError, match=r"a\.b"):
         describe({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
 

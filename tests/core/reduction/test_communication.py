@@ -109,6 +109,23 @@ def test_an_exchange_after_the_end_is_refused(monkeypatch: pytest.MonkeyPatch) -
         assert found == ["this reduction was closed: make another one to train on"] * 2
 
 
+def test_the_first_error_of_a_channel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)
+
+    def failing() -> Transfer:
+        yield from ()
+        raise OSError("on purpose")
+
+    def errors(group: Any) -> str:
+        channel = Channel(group, CPU, None)
+        with pytest.raises(OSError, match="on purpose"):
+            channel.submit(failing(), torch.ones(1)).wait()
+        channel.close()
+        return str(channel.error)
+
+    assert on_threads(2, errors) == ["on purpose"] * 2
+
+
 def timeouts() -> list[timedelta]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
     whole = dist.group.WORLD

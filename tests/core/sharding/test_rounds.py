@@ -34,7 +34,8 @@ class Slow:
 
     def arrive(self, transfer: Any) -> Tensor:
         self.under_way -= 1
-        return at_once(transfer)
+        arrived: Tensor = at_once(transfer)
+        return arrived
 
 
 def test_no_more_parcels_are_on_their_way_than_are_allowed() -> None:
@@ -54,7 +55,7 @@ def test_no_more_parcels_are_on_their_way_than_are_allowed() -> None:
     )
     rounds.begin(3)
     with rounds.backward(0):
-        sum(weight.sum() for weight in weights).backward()  # type: ignore[union-attr]
+        sum(weight.sum() for weight in weights).backward()
         assert channel.most == UNDER_WAY
     assert channel.under_way == UNDER_WAY
     rounds.begin(2)
