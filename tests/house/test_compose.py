@@ -152,6 +152,13 @@ def test_nodes_get_gpus_as_the_gpu_services_do() -> None:
     }
 
 
+def test_every_image_ends_unprivileged() -> None:
+    stages = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)
+    last = [users[-1] for stage in stages if (users := re.findall(r"^USER (\S+)", stage, re.MULTILINE))]
+    assert last
+    assert set(last) == {"ddp"}
+
+
 def test_both_images_stand_on_the_same_ubuntu_named_by_digest() -> None:
     bases = re.findall(r"^FROM (\S+):(\S+)@sha256:[0-9a-f]{64} AS base-(\w+)$", DOCKERFILE, re.MULTILINE)
     assert bases == [("nvidia/cuda", "13.0.2-base-ubuntu24.04", "cuda"), ("ubuntu", "24.04", "cpu")]

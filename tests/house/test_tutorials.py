@@ -33,7 +33,7 @@ PAGES = [
     "how-to/use-what-was-trained",
     "how-to/watch-a-run",
 ]
-"""Those whose commands need nothing but this machine."""
+"""The pages whose commands need nothing but this machine."""
 INSTALLING = ("mkdir first-", "python3 -m venv", "source .venv", "pip install", "make ", "cp experiments/")
 """Commands that make the environment, for which the fixture `installed` stands, or that need a clone."""
 NEEDS = {"optuna": "python search.py", "onnxscript": "python to_onnx.py"}

@@ -193,7 +193,7 @@ TURNS: list[tuple[str, Change, dict[int, str]]] = [
 
 
 def verdicts(judgement: Judgement) -> list[str]:
-    """Those of the parts, or that of the whole where it has none."""
+    """The verdicts of the parts, or that of the whole where it has none."""
     return [part.verdict for part in judgement.parts] or [judgement.verdict]
 
 

@@ -20,8 +20,8 @@ _WAITING = {
     *("_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero", "bincount", "argwhere"),
     *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "allclose", "histc"),
 }
-# Of those in the documentation of torch.use_deterministic_algorithms, by what calls alertNotDeterministic in
-# aten/src/ATen/native/cuda: what this project might call itself, and a layer's backward.
+# Operations without a deterministic kernel, each with the name by which aten/src/ATen/native/cuda alerts of it. Of
+# those that torch.use_deterministic_algorithms documents, these are what this project may call, and a layer's backward.
 _NOT_DETERMINISTIC = {
     "_adaptive_avg_pool2d_backward": "adaptive_avg_pool2d_backward_cuda",
     "grid_sampler_2d_backward": "grid_sampler_2d_backward_cuda",
