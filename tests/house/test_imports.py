@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_core.base.torch_names import PRIVATE_NAMES
 from tests.support.commands import command
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +44,10 @@ LAB_FLOORS = [
 FLOOR_OF = {room: floor for floors in (FLOORS, LAB_FLOORS) for floor, rooms in enumerate(floors) for room in rooms}
 # What `python -m` runs or imports first. Each belongs to a room whose floor is given above.
 DOORS = {"ddp_core.__main__": "ddp_core.cli", "ddp_core": "ddp_core.cli", "ddp_lab": "ddp_lab.report"}
+
+# Private names that only a subclass can use. launch/agent.py and live/agent.py override these methods of torch's agent,
+# and count its restarts.
+OVERRIDDEN = {name for name, private in PRIVATE_NAMES.items() if private.signature} | {"_remaining_restarts"}
 
 
 def module_name(file: Path) -> str:
@@ -158,3 +164,30 @@ def python(*words: str) -> tuple[str, float]:
     assert ended.code == 0, ended.errors
     seconds = after.children_user + after.children_system - before.children_user - before.children_system
     return ended.output, seconds
+
+
+def private_torch(file: Path) -> set[str]:
+    """The private names of torch that the file uses: by import, by attribute, or by a method that it overrides."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            names |= {ast.unparse(node), node.attr}
+        elif isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Constant):  # in getattr, or a variable of the environment
+            names |= {str(node.value)} & PRIVATE_NAMES.keys()
+    return {name for name in names if name in PRIVATE_NAMES or re.match(r"torch\b[\w.]*\._[a-zA-Z]", name)}
+
+
+def test_private_names_of_torch_stand_in_one_place() -> None:
+    listed, used = "ddp_core.base.torch_names", "ddp_core.base.torch_internals"
+    assert private_torch(CORE[listed]) >= PRIVATE_NAMES.keys()
+    found = {module: private_torch(file) for module, file in EVERYTHING.items() if module not in (listed, used)}
+    for agent in ("ddp_core.launch.agent", "ddp_core.live.agent"):
+        found[agent] -= OVERRIDDEN
+    wrong = {module: names for module, names in found.items() if names}
+    assert wrong == {}, "use them through ddp_core.base.torch_internals, which says why"
