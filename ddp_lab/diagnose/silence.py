@@ -1,4 +1,4 @@
-"""Whether the processes of a script have fallen silent while one waits for the others, and where each stands."""
+"""Whether the processes of a script have fallen silent since all wait for each other, and where each stands."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Silence:
         self._spent = 0.0
 
     def where(self) -> str:
-        """Where the processes stand, if all have been silent for SECONDS and one waits for another; else empty."""
+        """Where the processes stand, if all have been silent for SECONDS and wait for each other; else empty."""
         if (now := time.monotonic()) - self._looked < _LOOK_SECONDS:
             return ""
         self._looked, (spent, is_busy) = now, self._look()
@@ -85,7 +85,8 @@ class Silence:
             time.sleep(_LOOK_SECONDS / 10)
         time.sleep(_LOOK_SECONDS / 10)  # a stack is written line by line
         stands = {process: self._stands(file.read_text()) for process, file in asked.items()}
-        if not any(waits for _, waits in stands.values()):
+        # One that waits for something else, such as a download, will yet come.
+        if not stands or not all(waits for _, waits in stands.values()):
             return ""
         told = [f"{self._name(process)} stands in {line}" for process, (line, _) in stands.items() if line]
         ended = [f"rank {rank} has ended" for process, rank in self._ranks.items() if process not in asked]
@@ -102,6 +103,7 @@ class Silence:
                 for root in self._roots:
                     if Path(file).is_relative_to(root):
                         text = linecache.getline(file, int(number)).strip()
-                        waits = any(part in frames[0][0] for part in _WAITS)
+                        # A process that has started the ranks waits for their end.
+                        waits = any(part in frames[0][0] for part in _WAITS) or "join" in (each[2] for each in frames)
                         return f"{Path(file).relative_to(root)}:{number} (`{text}`)", waits
         return "", False

@@ -10,6 +10,7 @@ import pytest
 
 from ddp_core.distributed.children import Children
 from ddp_lab.diagnose import runs
+from ddp_lab.diagnose.silence import SECONDS
 from tests.lab.diagnose.cases import FIXTURES
 from tests.support.commands import Ended, command
 from tests.support.wording import refusing
@@ -168,6 +169,24 @@ def test_a_first_checkpoint_may_come_late_and_the_script_needs_no_dashes_before_
     assert ended.code == 1, ended.output + ended.errors
     assert "BUG: " in ended.output
     assert "after 32 steps and a resume: the optimizer's state is another" in ended.output
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_one_that_is_not_at_work_are_waited_for(tmp_path: Path) -> None:
+    """Rank 0 sleeps, as one that downloads a data set does, longer than the silence of ranks that hang."""
+    script = f"""
+import time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    time.sleep({SECONDS + 10})
+dist.barrier()
+{TRAINS}
+dist.broadcast(model.weight.data, 0)
+{STEP}
+"""
+    ended = diagnose(tmp_path, "--ranks", "2", "--", write(tmp_path, script))
+    assert "hangs" not in ended.output, ended.output
 
 
 @pytest.mark.slow
