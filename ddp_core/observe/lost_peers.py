@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import traceback
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -17,26 +18,14 @@ from ddp_core.observe.heartbeat import name_lost_peer, renew_heartbeat
 
 # gloo raises plain RuntimeErrors; those of a lost peer have one of these phrases of gloo's transport.
 _PHRASES = (
-    "connection closed by peer",
-    "connection reset",
-    "connection refused",
-    "connection failure",
-    "timed out waiting",
-    "read timeout",
-    "wait timeout",
-    "timeout waiting",
-    "broken pipe",
-    "application timeout",
+    *("connection closed by peer", "connection reset", "connection refused", "connection failure", "broken pipe"),
+    *("timed out waiting", "read timeout", "wait timeout", "timeout waiting", "application timeout"),
 )
 _TORCH, _OURS = Path(torch.__file__).parent, Path(__file__).parents[1]
 # Files in which collectives run: ours and torch's own, DDP's forward, and backward, which calls DDP's hooks.
 _COLLECTIVES = (
-    _OURS / "distributed",
-    _OURS / "reduction",
-    _OURS / "base" / "torch_internals.py",
-    _TORCH / "distributed",
-    _TORCH / "nn" / "parallel" / "distributed.py",
-    _TORCH / "autograd" / "graph.py",
+    *(_OURS / place for place in ("distributed", "reduction", "base/torch_internals.py")),
+    *(_TORCH / place for place in ("distributed", "nn/parallel/distributed.py", "autograd/graph.py")),
 )
 _RENEWING_SECONDS = 0.5
 
@@ -59,8 +48,16 @@ def is_peer_loss(error: BaseException) -> bool:
         return isinstance(error, PeersLost) or not is_own_fault(str(error))
     if not isinstance(error, RuntimeError) or not any(words in str(error).lower() for words in _PHRASES):
         return False
-    files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(files) and any(files[-1].is_relative_to(place) for place in _COLLECTIVES)
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # A mode that looks at torch's operations, and what torch calls it by, stand below the file that calls a collective.
+    files = [Path(code.co_filename) for code in takewhile(lambda code: code.co_name != "__torch_dispatch__", codes)]
+    while files and files[-1].is_relative_to(_TORCH) and not _runs_collectives(files[-1]):
+        files.pop()
+    return bool(files) and _runs_collectives(files[-1])
+
+
+def _runs_collectives(file: Path) -> bool:
+    return any(file.is_relative_to(place) for place in _COLLECTIVES)
 
 
 def short_message(error: BaseException) -> str:

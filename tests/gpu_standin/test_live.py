@@ -36,4 +36,4 @@ def test_the_others_go_on(tmp_path: Path, ends: Ends, scenario: Scenario, left: 
 
 def test_ranks_that_share_a_device_go_on(tmp_path: Path, ends: Ends) -> None:
     kills = ["1.0 backward 22"]
-    check_live(tmp_path, train(tmp_path, kills, device="cuda", env=environment(1)), ends, kills)
+    check_live(tmp_path, train(tmp_path, kills, device="cuda", env=environment(1) | {VARIABLE: ""}), ends, kills)

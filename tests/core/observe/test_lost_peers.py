@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ddp_core.base.errors import ExitCode
 from ddp_core.base.platforms import boot_id
+from ddp_core.base.torch_internals import TorchDispatchMode
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
@@ -63,6 +64,19 @@ def test_the_words_of_a_lost_peer_count_only_where_collectives_run() -> None:
 
     with pytest.raises(RuntimeError) as lost:
         Collectives(World(0, 2), torch.device("cpu")).finish_sum(Gone())  # type: ignore[arg-type]
+    assert is_peer_loss(lost.value)
+
+    class Looks(TorchDispatchMode):
+        """A mode through which a collective is called."""
+
+        def __torch_dispatch__(self, *words_of_it: object) -> object:
+            raise RuntimeError(words)
+
+    with pytest.raises(RuntimeError) as lost, Looks():
+        exec(compile("make()", torch.distributed.__file__, "exec"), {"make": lambda: torch.ones(2)})
+    assert not is_peer_loss(lost.value), "the lambda is a caller that is none of them"
+    with pytest.raises(RuntimeError) as lost, Looks():
+        exec(compile("torch.ones(2)", torch.distributed.__file__, "exec"), {"torch": torch})
     assert is_peer_loss(lost.value)
     with pytest.raises(RuntimeError) as elsewhere:
         raise RuntimeError(words)
