@@ -18,7 +18,6 @@ from ddp_core.config.experiment import Evaluation
 from ddp_core.data import prefetching
 from ddp_core.data.augment import Augmentation, crop_and_flip, shift_and_flip, turn_shift_scale
 from ddp_core.data.loader import Loader
-from ddp_core.data.prefetching import OnDemand, brought_ahead
 from ddp_core.data.splits import ByteImages
 from ddp_core.data.trees import StepIds
 from ddp_core.distributed.process_group import Collectives
@@ -111,19 +110,6 @@ def test_a_step_too_large_to_lie_ahead_has_the_same_bits(monkeypatch: pytest.Mon
     ahead = inputs_of(loader.stream(steps(6)))
     monkeypatch.setattr(prefetching, "LARGEST_STEP", 0)
     assert all(map(torch.equal, ahead, inputs_of(loader.stream(steps(6)))))
-
-
-def test_a_step_that_grows_too_large_on_the_device_does_not_lie_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As decoded files do. How large they get is known once the first ones have been finished."""
-    monkeypatch.setattr(prefetching, "LARGEST_STEP", 1000)
-    host = [(torch.full((4,), float(place)), torch.zeros(1)) for place in range(2)]
-    found = brought_ahead(range(4), lambda _: host, lambda tree: (tree[0].repeat(100), tree[1]), CUDA)
-    with contextlib.closing(found) as stream:
-        lie_ahead = []
-        for step in stream:
-            lie_ahead.append(not isinstance(step, OnDemand))
-            assert [inputs.mean().item() for inputs, _ in step] == [0, 1]
-    assert lie_ahead == [True, False, False, False]
 
 
 def test_evaluation_has_the_figures_of_its_batches() -> None:
