@@ -140,13 +140,17 @@ def reduction_factors(at: Sequence[Step]) -> dict[str, float | None]:
         if reduced is None or any(own is None for own in owns):
             continue
         mean = [sum(parts) / len(at) for parts in zip(*owns, strict=True)]
-        square = sum(each * each for each in mean)
-        if square <= 0:
-            continue
-        factor = sum(one * other for one, other in zip(mean, reduced, strict=True)) / square
-        rest = sum((factor * one - other) ** 2 for one, other in zip(mean, reduced, strict=True))
-        factors[name] = factor if rest <= (CLEAR / 2) ** 2 * factor * factor * square else None
+        if any(mean):
+            factors[name] = multiple(mean, reduced)
     return factors
+
+
+def multiple(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """By which factor the other one is a multiple of this one, which is not zero; None where it is no multiple."""
+    square = sum(each * each for each in one)
+    factor = sum(each * beside for each, beside in zip(one, other, strict=True)) / square
+    rest = sum((factor * each - beside) ** 2 for each, beside in zip(one, other, strict=True))
+    return factor if rest <= (CLEAR / 2) ** 2 * factor * factor * square else None
 
 
 def _settings(one: Run, run: Run) -> Iterator[Finding]:

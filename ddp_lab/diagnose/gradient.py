@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.errors import UserError
+from ddp_lab.diagnose.across import multiple
 from ddp_lab.diagnose.again import APART, Made, exchange, leaves
 from ddp_lab.diagnose.checks import CLEAR
 from ddp_lab.diagnose.findings import Finding
@@ -83,13 +84,8 @@ def _factors(seen: Mapping[str, list[float] | None], made: Mapping[str, Tensor])
     for name, gradient in made.items():
         if (elements := seen.get(name)) is None:
             continue
-        here, there = some_elements(gradient), torch.tensor(elements, dtype=torch.float64)
-        square = float(here @ here)
-        if square == 0 == float(there @ there):
-            continue
-        factor = float(here @ there) / square if square else 0.0
-        is_multiple = square and float((factor * here - there).norm()) <= CLEAR / 2 * float(there.norm())
-        factors[name] = factor if is_multiple else None
+        if any(here := some_elements(gradient).tolist()) or any(elements):
+            factors[name] = multiple(here, elements) if any(here) else None
     return factors
 
 

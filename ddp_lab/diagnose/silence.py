@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import linecache
 import os
@@ -69,17 +70,18 @@ class Silence:
         found = []
         for process in self._ranks:
             try:
-                here = psutil.Process(process)
-                found += [each for each in (here, *here.children(recursive=True)) if each.is_running()]
+                every = (here := psutil.Process(process), *here.children(recursive=True))
+                found += [each for each in every if each.status() != psutil.STATUS_ZOMBIE]
             except psutil.Error:
-                continue
-        return [each for each in found if each.status() != psutil.STATUS_ZOMBIE]
+                continue  # it, or one that it has started, has just ended
+        return found
 
     def _ask(self) -> str:
         asked = {each.pid: self._traces / f"{each.pid}.stack" for each in self._living()}
         asked = {process: file for process, file in asked.items() if file.exists()}
         for process in asked:
-            os.kill(process, _SIGNAL)
+            with contextlib.suppress(ProcessLookupError):  # it may have just ended
+                os.kill(process, _SIGNAL)
         until = time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < until and not all(file.stat().st_size for file in asked.values()):
             time.sleep(_LOOK_SECONDS / 10)

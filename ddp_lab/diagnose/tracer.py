@@ -314,9 +314,7 @@ class Tracer:
         return {
             self._names[id(parameter)]: {
                 "elements": parameter.numel(),
-                "a learning rate, as a part of the largest, of": float(group.get("lr", 0.0)) / largest
-                if largest
-                else 0,
+                "a learning rate, as a part of the largest, of": float(group.get("lr", 0.0)) / (largest or 1.0),
                 **{
                     key: each
                     for key, each in group.items()

@@ -229,7 +229,7 @@ class Training:
             self.optimizer.step()
 
     def digest(self) -> tuple[str, str]:
-        """Of weights and buffers, and of the whole optimizer state (rank 0's, as are the weights that lie in rows)."""
+        """Digests of weights and buffers, and of the whole optimizer state; rank 0 has this, and weights in rows."""
         if self.sharded is None:
             return described(self.net.state_dict()), described(self.optimizer.state_dict())
         weights = self.sharded.whole_weights() if self.way == "rows" else self.net.state_dict()

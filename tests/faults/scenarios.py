@@ -273,7 +273,7 @@ WITHIN_A_STEP = (
     struck("two at once", "1.0 update 10", "2.0 update 10", processes="slow"),
     struck("one after another", "0.0 update 10", "1.0 update 14", "2.0 forward 20", processes="slow"),
     struck("in a join", "1.0 update 10", "1.1 forward 1", processes="slow", gpu="quick"),
-    # Their peers have had all that goes over gloo.
+    # When these ranks die, their peers have received all that goes over gloo: only NCCL could tell of the loss.
     struck("in an exchange", "1.0 exchange 11", gpu="quick"),
     struck("in an exchange of rank 0", "0.0 exchange 11", gpu="quick", stand_in="slow", stand_in_rubbish="slow"),
     struck("in two backwards", "0.0 backward 10", "1.0 backward 30", gpu="quick"),
