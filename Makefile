@@ -100,9 +100,12 @@ test-pythons: setup ## The full tests on the other Pythons, 3.11 to 3.13, that a
 	  $(BIN)/python tools/other_environment.py .venv-$$version --python $$python && \
 	  $(NO_GPU) .venv-$$version/bin/python -m pytest @tests/full.args || exit 1; done
 
-test-extras: setup ## The tests that need other people's packages (peers, foreign, …), installed into .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,pages,schemas,packaging,workflows,site,uv]' -e packages/lab
+test-extras: setup .venv/.extras-installed ## The tests that need other people's packages (peers, foreign, …), installed into .venv
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
+
+.venv/.extras-installed: pyproject.toml packages/lab/pyproject.toml constraints.txt | setup
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,pages,schemas,packaging,workflows,site,uv]' -e packages/lab
+	touch $@
 
 test-streams: setup .venv-streams/.installed ## The tests that need MosaicML's streaming or LitData, which want older packages than the rest
 	$(NO_GPU) .venv-streams/bin/python -m pytest -m extras tests/house/test_use_streaming_libraries.py
