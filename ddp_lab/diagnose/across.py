@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
+from math import dist, hypot
 from typing import Any
 
-from ddp_lab.diagnose.checks import CLEAR, losses_of
+from ddp_core.base.errors import UserError
+from ddp_lab.diagnose.checks import CLEAR
 from ddp_lab.diagnose.findings import Finding
 from ddp_lab.diagnose.trace import Pass, Run, Step
 
@@ -50,99 +51,70 @@ def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | 
 
 def with_ranks(one: Run, run: Run) -> Iterator[Finding]:
     """What a run on more ranks does otherwise than the run on one."""
-    yield from _step_grows(one, run)
-    yield from _unlike_reductions(one, run)
     yield from _settings(one, run)
     yield from _schedule(one, run)
     yield from _batch(one, run)
     yield from _epoch(one, run)
 
 
-def _step_grows(one: Run, run: Run) -> Iterator[Finding]:
-    """What all elements of a step weigh together: a mean gives 1, on any number of ranks."""
-    if one.is_sharded or run.is_sharded:
-        return
-    at_one, at_all = _whole_weight([one.ranks[0].steps[0]]), _whole_weight(next(run.by_step()))
-    if at_one is None or at_all is None:
-        return
-    (alone, elements_alone), (together, elements) = at_one, at_all
-    factor, is_mean = together / alone, abs(alone - 1) < CLEAR
-    grows = elements / elements_alone
-    for expected, words in ((run.world, f"{run.world} times"), (1 / run.world, f"a {run.world}th of")):
-        # A sum that is meant grows with its elements; a mean never does.
-        if abs(factor / expected - 1) < CLEAR and (is_mean or abs(grows / expected - 1) > CLEAR):
-            evidence = (
-                f"step 1: all elements of the loss together weigh {together:.4g} on {run.world} ranks, {words} the "
-                f"{alone:.4g} on one"
-            )
-            yield Finding("step-grows-with-ranks", evidence, run.world, run.ranks[0].steps[0].event["site"])
+def of_one_process(one: Run, run: Run) -> Iterator[Finding]:
+    """That the ranks' first step has another gradient than one process with all of their samples.
 
-
-def _unlike_reductions(one: Run, run: Run) -> Iterator[Finding]:
-    """Parameters of one model whose gradients ranks reduce by other factors, where one rank uses them all alike."""
-    if one.is_sharded or run.is_sharded:
-        return
-    alone, together = reduction_factors([one.ranks[0].steps[0]]), reduction_factors(next(run.by_step()))
-    ratios = {name: many / single for name, many in together.items() if many and (single := alone.get(name))}
-    if not ratios:
-        return
-    usual = median(ratios.values())
-    name = max(ratios, key=lambda each: abs(ratios[each] - usual))
-    # Another factor that is not near a whole one, such as that of a clipped gradient, has other reasons.
-    factor = ratios[name] / usual
-    if abs(factor - 1) > CLEAR and min(abs(factor / run.world - 1), abs(factor * run.world - 1)) < CLEAR:
-        evidence = (
-            f"step 1: the optimizer's gradient of {name} is {ratios[name]:.3g} times the mean of the ranks' own ones, "
-            f"that of most parameters {usual:.3g} times"
-        )
-        yield Finding("reduced-unlike", evidence, run.world, run.ranks[0].steps[0].event["site"])
-
-
-def _whole_weight(at: Sequence[Step]) -> tuple[float, int] | None:
-    """What the elements of a loss weigh together in the gradient that the optimizer uses, and how many they are."""
-    factor = reduction_factor(at)
-    if factor is None:
-        return None
-    weight: dict[tuple[str, int], float] = defaultdict(float)
-    elements: Counter[tuple[str, int]] = Counter()
-    for step in at:
-        for loss in losses_of(step):
-            key = loss["site"], loss["call"]
-            weight[key] += loss["weight"] * loss["elements"] / len(at)
-            elements[key] += loss["elements"]
-    if not weight:
-        return None
-    key = next(iter(weight))
-    return (factor * weight[key], elements[key]) if weight[key] else None
-
-
-def reduction_factor(at: Sequence[Step]) -> float | None:
-    """The gradient that the optimizer uses, before clipping, as a multiple of the mean of the ranks' own gradients.
-
-    None where it is no multiple of it, to one part in a hundred, or where the own gradients are unknown.
+    Raises UserError where that is not proved.
     """
-    factors = list(reduction_factors(at).values())
-    if not factors or None in factors:
-        return None
-    known = [each for each in factors if each is not None]
-    return median(known) if max(known) - min(known) <= CLEAR * abs(median(known)) else None
+    alone, at = one.ranks[0].steps[0], next(run.by_step())
+    if alone.event["weights_before"] != at[0].event["weights_before"]:
+        raise UserError("not proved: one process begins with other weights")
+    if not alone.samples or sorted(alone.samples) != _samples(at):
+        raise UserError("not proved: one process could not be given the samples of all ranks")
+    if any(forward["moved"] for forward in alone.forwards):
+        raise UserError("not proved: random numbers are drawn in forward")
+    factors = dict(_factors(alone, at))
+    others = {name: factor for name, factor in factors.items() if factor is None or abs(factor - 1) > CLEAR}
+    if not others:
+        return
+    name, factor = next(iter(others.items()))
+    how = f"{factor:.3g} times" if factor else "no multiple of"
+    evidence = (
+        f"step 1: the gradient of {name} is {how} that of one process with the same weights and the samples of all "
+        f"{run.world} ranks ({len(others)} of {len(factors)} parameters)"
+    )
+    unseen, where = [each["site"] for step in at for each in step.unseen], at[0].event["site"]
+    if unseen:
+        yield Finding("exchange-without-gradient", evidence, run.world, unseen[0])
+    elif any(
+        each is None or min(abs(each / run.world - 1), abs(each * run.world - 1)) > CLEAR for each in others.values()
+    ):
+        yield Finding("other-gradient", evidence, run.world, where)
+    else:
+        name = "step-grows-with-ranks" if len(others) == len(factors) else "reduced-unlike"
+        yield Finding(name, evidence, run.world, where)
 
 
-def reduction_factors(at: Sequence[Step]) -> dict[str, float | None]:
-    """By parameter, the multiple that `reduction_factor` speaks of; None for one that is no multiple.
+def _samples(at: Sequence[Step]) -> list[str]:
+    return sorted(sample for step in at for sample in step.samples)
 
-    Parameters are left out whose own gradients are unknown or zero.
+
+def has_samples_of(one: Run, run: Run) -> bool:
+    """Whether the first step on one rank has the samples of all ranks' first step anyway."""
+    return sorted(one.ranks[0].steps[0].samples) == _samples(next(run.by_step()))
+
+
+def _factors(alone: Step, at: Sequence[Step]) -> Iterator[tuple[str, float | None]]:
+    """By parameter, which multiple of one process's gradient the ranks use, 1 up to rounding; None for no multiple.
+
+    Sums of numbers that cancel each other are rounded as the numbers are, so rounding is a part of the ranks' own
+    gradients. Parameters are left out whose gradients are unknown or zero.
     """
-    factors: dict[str, float | None] = {}
     for name, found in at[0].gradients.items():
-        owns = [step.gradients.get(name, {}).get("own") for step in at]
-        reduced = found["reduced"]
-        if reduced is None or any(own is None for own in owns):
+        expected, seen = alone.gradients.get(name, {}).get("reduced"), found["reduced"]
+        owns = [step.gradients[name]["own"] for step in at if name in step.gradients]
+        if expected is None or seen is None or None in owns or not (any(expected) or any(seen)):
             continue
-        mean = [sum(parts) / len(at) for parts in zip(*owns, strict=True)]
-        if any(mean):
-            factors[name] = multiple(mean, reduced)
-    return factors
+        if dist(expected, seen) <= CLEAR * max(hypot(*own) for own in owns):
+            yield name, 1.0
+        else:
+            yield name, multiple(expected, seen) if any(expected) else None
 
 
 def multiple(one: Sequence[float], other: Sequence[float]) -> float | None:

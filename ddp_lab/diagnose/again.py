@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -33,7 +33,7 @@ class Made:
         self.given[entry.number] = [self.at(place).clone() for place in entry.given]
 
     def fill(self, entry: Content) -> None:
-        """Write bytes into a storage, behind the back of autograd, as a collective does."""
+        """Write bytes into a storage."""
         content = torch.frombuffer(bytearray(entry.content), dtype=torch.uint8) if entry.content else torch.empty(0)
         if (known := self.storages.get(entry.storage)) is not None:
             known.copy_(content.untyped_storage())
@@ -41,17 +41,16 @@ class Made:
             # A fresh one, aligned as torch aligns its own: another alignment may mean another kernel.
             self.storages[entry.storage] = content.clone().untyped_storage()
 
-    def make(self, entry: Operation, draws: bool = True, with_graph: bool = False) -> Iterator[tuple[Place, Tensor]]:
-        """Make an operation, which `draws` the same random numbers as on the tape; what it makes, with its places."""
+    def make(self, entry: Operation, draws: bool) -> None:
+        """Make an operation, which `draws` the same random numbers as on the tape."""
         if entry.generator is not None and draws:
             set_generator(entry.generator)
         words, named = mapped(self._given_as, entry.given)
-        with torch.set_grad_enabled(with_graph):
+        with torch.no_grad():
             result = operation(entry.name)(*words, **named)
         for made, place in zip(leaves(result), leaves(entry.made), strict=True):
             if isinstance(place, Place):
                 self.storages.setdefault(place.storage, made.untyped_storage())
-                yield place, made
 
     def _given_as(self, each: object) -> object:
         if isinstance(each, Place):

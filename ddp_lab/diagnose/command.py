@@ -21,6 +21,7 @@ from ddp_lab.diagnose.findings import Finding, by_harm
 from ddp_lab.diagnose.resumed import not_restored
 from ddp_lab.diagnose.runs import RANKS_WORD, NoStep, Runner, Script, in_words
 from ddp_lab.diagnose.trace import Run
+from ddp_lab.diagnose.union import ONE_BY_ONE, TOGETHER
 from ddp_lab.options import Parser
 
 FORMAT = "ddp-diagnose/1"
@@ -156,11 +157,12 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
         for ranks, run in runs.items():
             if ranks > 1:
                 found += across.with_ranks(runs[1], run)
-    if not any(each.kind.is_bug for each in found):
-        try:
-            found += _remaining(runner, runs)
-        except UserError as error:
-            notes.append(f"what remains was not looked at: {error}")
+    for what, look in (("the gradient was not compared", _gradient), ("what remains was not looked at", _remaining)):
+        if not any(each.kind.is_bug for each in found):
+            try:
+                found += look(runner, runs)
+            except UserError as error:
+                notes.append(f"{what}: {error}")
     if options.resume_args is not None and runs:
         try:
             found += _after_resume(runner, max(runs), options, repeatable)
@@ -172,6 +174,22 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
 def _is_finding(fault: str, runs: Mapping[int, Run]) -> bool:
     """Whether a script that has not come to its end on some ranks is at fault: what fails on one rank, too, is not."""
     return fault == "hangs" or (fault != "" and 1 in runs and not runs[1].problem)
+
+
+def _gradient(runner: Runner, runs: Mapping[int, Run]) -> list[Finding]:
+    """Whether the first step of the most ranks has the gradient of one process with their samples.
+
+    Raises UserError where that cannot be proved.
+    """
+    ranks = max(runs)
+    if ranks == 1 or 1 not in runs or runs[ranks].is_sharded or runs[ranks].problem:
+        return []
+    print(f"running {in_words(ranks)}, and one process with their samples …", flush=True)
+    run = runner.run(ranks, 1, given="")
+    forwards = [len(each.ranks[0].steps[0].forwards) for each in (runs[1], runs[ranks])]
+    given = ONE_BY_ONE if forwards[0] == ranks * forwards[1] else TOGETHER
+    one = runner.run(1, 1, given="" if across.has_samples_of(runs[1], run) else given, batches=run.folder)
+    return list(across.of_one_process(one, run))
 
 
 def _remaining(runner: Runner, runs: Mapping[int, Run]) -> list[Finding]:

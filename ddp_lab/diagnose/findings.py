@@ -62,6 +62,11 @@ KINDS: dict[str, Kind] = {
         "Some gradients are reduced otherwise than the rest",
         "reduce each parameter once, also one that has two names: model.parameters() has each once",
     ),
+    "other-gradient": Kind(
+        "The gradient is not that of one process with the samples of all ranks",
+        "compute of all ranks' samples what now each rank computes of its own: a mean over tokens, a statistic, a "
+        "contrast, a loss that balances",
+    ),
     "unlike-weights": Kind(
         "Elements of one step's loss do not weigh the same",
         "sum the loss, and divide by the number of elements of the whole step, over all micro-batches and ranks (times "

@@ -14,13 +14,16 @@ from weakref import WeakKeyDictionary
 from torch.utils.data import DataLoader
 
 from ddp_lab.diagnose.recorder import Recorder, rows, site
+from ddp_lab.diagnose.union import Batches
 
 
 class Loaders:
     """The DataLoaders of this process, each with how often it was gone through."""
 
-    def __init__(self, recorder: Recorder, quiet: Callable[[], AbstractContextManager[None]]) -> None:
-        self._recorder = recorder
+    def __init__(
+        self, recorder: Recorder, quiet: Callable[[], AbstractContextManager[None]], batches: Batches | None
+    ) -> None:
+        self._recorder, self._of_all = recorder, batches
         self.quiet = quiet
         """What a batch is made in."""
         self._numbers: WeakKeyDictionary[DataLoader[Any], int] = WeakKeyDictionary()
@@ -65,8 +68,10 @@ class Loaders:
 
         DataLoader.__iter__ = traced  # type: ignore[method-assign]
 
-    def handed_out(self, number: int, this_pass: int, index: int, ids: Any, batch: Any) -> None:
-        """A batch goes to the script."""
+    def handed_out(self, number: int, this_pass: int, index: int, ids: Any, batch: Any) -> Any:
+        """The batch that goes to the script, which is this one but where it gets those of all ranks."""
+        if self._of_all is not None and this_pass == 0:
+            batch = self._of_all.exchanged(f"loader_{number}", index, batch)
         self._latest = number
         listed = ids if isinstance(ids, list | tuple) else [ids]
         known = all(isinstance(each, Integral) for each in listed)
@@ -76,6 +81,7 @@ class Loaders:
             ids=[int(each) for each in listed] if known else None,
             rows=rows(batch),
         )
+        return batch
 
     def ended(self, number: int, this_pass: int, batches: int) -> None:
         """A loader has no more batches."""
@@ -139,7 +145,7 @@ class _Batches:
                 self._loaders.ended(self._number, self._pass, self._index)
             raise
         ids = self._drawn[self._index] if self._index < len(self._drawn) else None
-        self._loaders.handed_out(self._number, self._pass, self._index, ids, batch)
+        batch = self._loaders.handed_out(self._number, self._pass, self._index, ids, batch)
         self._index += 1
         return batch
 

@@ -74,7 +74,7 @@ def some_elements(tensor: Tensor) -> Tensor:
 
 def rows(tree: Any) -> list[str]:
     """A digest of each sample of a batch: of the rows of all tensors that are as long as the first one."""
-    tensors = [dense(each).cpu() for each in _tensors(tree) if each.dim()]
+    tensors = [dense(each).cpu() for each in tensors_of(tree) if each.dim()]
     if not tensors:
         return []
     tensors = [each for each in tensors if len(each) == len(tensors[0])]
@@ -84,15 +84,23 @@ def rows(tree: Any) -> list[str]:
     ]
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """All tensors in mappings and sequences."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):
         for each in tree.values():
-            yield from _tensors(each)
+            yield from tensors_of(each)
     elif isinstance(tree, Sequence) and not isinstance(tree, str | bytes):
         for each in tree:
-            yield from _tensors(each)
+            yield from tensors_of(each)
+
+
+def place() -> tuple[int, int, bool]:
+    """Rank, number of ranks, and whether a process group connects them."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size(), True
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), False
 
 
 def site() -> str | None:

@@ -13,7 +13,6 @@ The last part that it takes is the answer. With all of them the replay must have
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -27,10 +26,8 @@ from torch import Tensor
 from ddp_core.base.errors import UserError
 from ddp_lab.diagnose.again import APART, Made, exchange, leaves, set_generator
 from ddp_lab.diagnose.findings import Finding
-from ddp_lab.diagnose.gradient import left_out
 from ddp_lab.diagnose.recorder import digest
 from ddp_lab.diagnose.tape import (
-    Backward,
     Content,
     Entry,
     Exchange,
@@ -88,11 +85,10 @@ def remaining(run: Run) -> Finding:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the script's processes
     try:
-        read = [read_tape(file) for file in files]
-        if problem := next((problem for problem, _ in read if problem), ""):
+        tapes = [read_tape(file) for file in files]
+        if problem := next((problem for problem, _ in tapes if problem), ""):
             raise UserError(problem)
-        tapes = [entries for _, entries in read]
-        return left_out(run, tapes) or _answer(tapes)
+        return _answer([entries for _, entries in tapes])
     except UserError:
         raise
     except Exception as error:  # the operations are other people's, and may fail in any way without their program
@@ -185,7 +181,7 @@ class _Rank(Made):
             if isinstance(entry, Content):
                 self._content(entry)
             elif isinstance(entry, Operation):
-                deque(self.make(entry, draws=self._part is not Part.SAMPLES), maxlen=0)
+                self.make(entry, draws=self._part is not Part.SAMPLES)
             elif isinstance(entry, Exchange):
                 self._exchanges[entry.number] = entry
                 self.give(entry)
@@ -286,8 +282,6 @@ def _storages(entry: Entry) -> Iterator[int]:
         tree = [entry.given, entry.made]
     elif isinstance(entry, Exchange):
         tree = [entry.given, entry.received]
-    elif isinstance(entry, Backward):
-        tree = [entry.roots, entry.gradients]
     elif isinstance(entry, StepMade):
         tree = list(entry.places.values())
     yield from (each.storage for each in leaves(tree) if isinstance(each, Place | Whole))

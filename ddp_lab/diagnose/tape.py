@@ -13,8 +13,6 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
-from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,29 +21,19 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddp_core.base.torch_internals import TorchDispatchMode
-from ddp_lab.diagnose.recorder import site
 
 MOST_BYTES = 1 << 30
 """So much at most is written by a rank of what its operations read."""
 
 
 class Place(NamedTuple):
-    """A tensor: the number of its storage, where and how it lies in there, and a number of its own."""
+    """A tensor: the number of its storage, and where and how it lies in there."""
 
     storage: int
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    tensor: int = 0
-
-
-class Mode(Enum):
-    """What autograd does with an operation."""
-
-    SEEN = "of forward, and differentiated"
-    UNSEEN = "not differentiated"
-    BACKWARD = "of a backward pass"
 
 
 class Whole(NamedTuple):
@@ -79,7 +67,6 @@ class Operation:
     made: Any
     generator: bytes | None
     """The state of torch's generator, for an operation that draws from it."""
-    mode: Mode = Mode.UNSEEN
 
 
 @dataclass(frozen=True)
@@ -97,16 +84,6 @@ class Exchange:
     """Of an all-reduce: SUM, AVG, MAX, …"""
     root: int = 0
     """Of a broadcast or a scatter."""
-    mode: Mode = Mode.UNSEEN
-    site: str | None = None
-
-
-@dataclass(frozen=True)
-class Backward:
-    """A backward pass begins: of which tensors, with which gradients of theirs (none is one)."""
-
-    roots: list[Place]
-    gradients: list[Place | None]
 
 
 @dataclass(frozen=True)
@@ -117,12 +94,7 @@ class StepMade:
     digests: dict[str, str]
 
 
-@dataclass(frozen=True)
-class StepBegins:
-    """An optimizer begins its step: all gradients are there."""
-
-
-Entry = Content | Operation | Exchange | Backward | StepBegins | StepMade
+Entry = Content | Operation | Exchange | StepMade
 _EXCHANGES: dict[str, Callable[[Sequence[Any]], tuple[list[Tensor], list[list[Tensor]], Any]]] = {
     "allreduce_": lambda args: (args[0], [[each] for each in args[0]], args[1]),
     "broadcast_": lambda args: (args[0], [[each] for each in args[0]], args[1]),
@@ -148,8 +120,7 @@ class Tape(TorchDispatchMode):
         self._numbers: dict[StorageWeakRef, int] = {}
         # Written to by a collective since they were last read: the number of the exchange, or None.
         self._stale: dict[int, int | None] = {}
-        self._exchanges = self._tensors = 0
-        self._is_backward = self._is_in_function = False
+        self._exchanges = 0
         self._bytes = 0
 
     def begin(self) -> None:
@@ -166,41 +137,6 @@ class Tape(TorchDispatchMode):
             yield
         finally:
             self._is_paused = before
-
-    @contextmanager
-    def backward(self, roots: Any, gradients: Any) -> Iterator[None]:
-        """A backward pass of these tensors, with these gradients of theirs, or None."""
-        tensors = [roots] if isinstance(roots, Tensor) else list(roots)
-        given = [gradients] if gradients is None or isinstance(gradients, Tensor) else list(gradients)
-        given += [None] * (len(tensors) - len(given))
-        if self._is_on and self._is_running:
-            with self._or_problem():
-                places = [None if each is None else self._seen(each) for each in given]
-                self._entries.append(Backward([self._seen(each) for each in tensors], places))
-        self._is_backward = True
-        try:
-            yield
-        finally:
-            self._is_backward = False
-
-    def step_begins(self) -> None:
-        """An optimizer begins its step."""
-        if self._is_on and self._is_running:
-            self._entries.append(StepBegins())
-
-    def watch_functions(self) -> None:
-        """Take the operations of autograd's Functions for differentiable, though no graph of them is made."""
-        apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-
-        @wraps(apply)
-        def traced(function: Any, *words: Any, **named: Any) -> Any:
-            before, self._is_in_function = self._is_in_function, self._is_in_function or torch.is_grad_enabled()
-            try:
-                return apply(function, *words, **named)
-            finally:
-                self._is_in_function = before
-
-        torch.autograd.Function.apply = classmethod(traced)  # type: ignore[assignment,method-assign]
 
     def step(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
         """An optimizer has made its step."""
@@ -234,12 +170,6 @@ class Tape(TorchDispatchMode):
     def _is_on(self) -> bool:
         return not self.problem and not self._is_paused and self._steps_left > 0 and os.getpid() == self._process
 
-    @property
-    def _mode(self) -> Mode:
-        if self._is_backward:
-            return Mode.BACKWARD
-        return Mode.SEEN if torch.is_grad_enabled() or self._is_in_function else Mode.UNSEEN
-
     @contextmanager
     def _or_problem(self) -> Iterator[None]:
         try:
@@ -251,10 +181,10 @@ class Tape(TorchDispatchMode):
         """Note what the operation is given; the answer notes what it has made."""
         draws = torch.Tag.nondeterministic_seeded in func.tags
         generator = torch.get_rng_state().numpy().tobytes() if draws else None
-        given, mode = mapped(self._told, (tuple(args), named)), self._mode
+        given = mapped(self._told, (tuple(args), named))
 
         def finish(result: Any) -> None:
-            self._entries.append(Operation(str(func), given, mapped(self._made, result), generator, mode))
+            self._entries.append(Operation(str(func), given, mapped(self._made, result), generator))
 
         return finish
 
@@ -272,7 +202,7 @@ class Tape(TorchDispatchMode):
         operation = torch.distributed.ReduceOp.RedOpType(int(args[2].op())).name if kind == "allreduce_" else ""
         places = [self._seen(each) for each in given], [[self._seen(each) for each in into] for into in received]
         root = args[_ROOTS[kind]] if kind in _ROOTS else 0
-        self._entries.append(Exchange(number, kind, *places, operation, root, self._mode, site()))
+        self._entries.append(Exchange(number, kind, *places, operation, root))
 
         def finish(result: Any) -> None:
             for each in (each for into in received for each in into):
@@ -318,11 +248,8 @@ class Tape(TorchDispatchMode):
         key = StorageWeakRef(tensor.untyped_storage())
         is_new = key not in self._numbers
         number = self._numbers.setdefault(key, len(self._numbers))
-        if (itself := getattr(tensor, "_number_on_tape", 0)) == 0:
-            self._tensors += 1
-            tensor._number_on_tape = itself = self._tensors  # type: ignore[attr-defined]
         lies = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        return Place(number, tensor.dtype, *lies, itself), is_new
+        return Place(number, tensor.dtype, *lies), is_new
 
 
 class _Untold(Exception):

@@ -11,7 +11,7 @@ from typing import Any
 from ddp_core.base.errors import UserError
 
 Event = dict[str, Any]
-_STEP_EVENTS = ("forward", "loss", "backward", "clip", "schedule", "batch")
+_STEP_EVENTS = ("forward", "loss", "backward", "clip", "schedule", "batch", "unseen")
 """In the order of the fields of a Step."""
 
 
@@ -26,6 +26,7 @@ class Step:
     clips: list[Event] = field(default_factory=list)
     schedules: list[Event] = field(default_factory=list)
     batches: list[Event] = field(default_factory=list)
+    unseen: list[Event] = field(default_factory=list)
 
     @property
     def number(self) -> int:

@@ -9,6 +9,7 @@ The events, in the order in which they happen; all but `step` tell of what has h
     forward   a model with trainable parameters was called: its samples, the generators, buffers, DDP's flag
     evaluation  a model was called that is not trained, on a loader's batch: once in each pass
     exchange  after an evaluation, ranks have put their figures together
+    unseen    in training, ranks exchange what has a gradient, and autograd does not see it
     loss      a backward pass has reached a loss function (`loss_weights`)
     backward  a backward pass begins
     clip      gradients are about to be clipped
@@ -41,9 +42,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddp_core.base.digests import optimizer_digest
 from ddp_lab.diagnose.loaders import Loaders
 from ddp_lab.diagnose.loss_weights import LossWeights
-from ddp_lab.diagnose.recorder import Recorder, digest, digest_of_bytes, rows, site, some_elements
+from ddp_lab.diagnose.recorder import Recorder, digest, digest_of_bytes, place, rows, site, some_elements, tensors_of
 from ddp_lab.diagnose.silence import answer_where
-from ddp_lab.diagnose.variables import FOLDER, STEPS, TAPE, UNTIL, ended_file
+from ddp_lab.diagnose.union import Batches, make_still
+from ddp_lab.diagnose.variables import BATCHES, FOLDER, GIVEN, STEPS, TAPE, UNTIL, ended_file
 
 if TYPE_CHECKING:
     from ddp_lab.diagnose.tape import Tape
@@ -69,16 +71,21 @@ def install() -> None:
         from ddp_lab.diagnose.tape import Tape
 
         tape = Tape(int(os.environ[TAPE]))
-        tape.watch_functions()
-    Tracer(Recorder(Path(os.environ[FOLDER])), int(os.environ[STEPS]), os.environ.get(UNTIL, ""), tape).install()
+    batches = None
+    if os.environ.get(BATCHES):
+        make_still()
+        batches = Batches(Path(os.environ[BATCHES]), os.environ[GIVEN])
+    recorder = Recorder(Path(os.environ[FOLDER]))
+    Tracer(recorder, int(os.environ[STEPS]), os.environ.get(UNTIL, ""), tape, batches).install()
 
 
 class Tracer:
     """What is known of this process between two optimizer steps."""
 
-    def __init__(self, recorder: Recorder, steps: int, until: str, tape: Tape | None = None) -> None:
+    def __init__(self, recorder: Recorder, steps: int, until: str, tape: Tape | None, batches: Batches | None) -> None:
         self._recorder = recorder
-        self._tape = tape
+        self._tape, self._batches = tape, batches
+        self._forwards = 0
         self._wanted = steps
         self._until = until
         self._losses = LossWeights(recorder)
@@ -98,7 +105,7 @@ class Tracer:
         self._is_in_schedule = False
         self._is_evaluating = False
         self._scaler: dict[str, Any] | None = None
-        self._loaders = Loaders(recorder, tape.paused if tape else nullcontext)
+        self._loaders = Loaders(recorder, tape.paused if tape else nullcontext, batches)
         self._root: nn.Module | None = None
         self._wrapped: nn.Module | None = None
         self._buffer_digests: dict[str, str] = {}
@@ -146,6 +153,10 @@ class Tracer:
             self._is_evaluating = False
             self._hook_parameters(module)
             before, sync = _generators(), getattr(module, "require_backward_grad_sync", None)
+            is_another = False
+            if self._batches is not None:
+                (words, named), is_another = self._batches.in_forward(self._forwards, (words, named))
+            self._forwards += 1
             if self._tape is not None:
                 self._tape.begin()
             result = call(module, *words, **named)
@@ -155,7 +166,8 @@ class Tracer:
             self._recorder.write(
                 "forward",
                 **{
-                    "samples": rows([words, named]),
+                    # Another batch than the script has is not trained on where the script computes the loss itself.
+                    "samples": [] if is_another and not _has_loss(result) else rows([words, named]),
                     "sync": sync,
                     "generators": before,
                     "buffers": self._buffer_digests,
@@ -194,11 +206,8 @@ class Tracer:
     def _begin_backward(self, function: Callable[..., Any], *words: Any, **named: Any) -> Any:
         self._recorder.write("backward", site=site())
         self._losses.new_backward()
-        roots = words[0] if words else named.get("tensors")
-        gradients = words[1] if len(words) > 1 else named.get("grad_tensors")
         try:
-            with nullcontext() if self._tape is None else self._tape.backward(roots, gradients):
-                return function(*words, **named)
+            return function(*words, **named)
         finally:
             self._losses.backwards += 1
 
@@ -218,6 +227,8 @@ class Tracer:
         if self._is_evaluating:
             # Accelerate takes out of the last batch what its loader had put into it twice.
             self._recorder.write("exchange", trims=_is_called_by("gather_for_metrics"))
+        elif torch.is_grad_enabled() and any(each.requires_grad for each in tensors_of([*words, named])):
+            self._recorder.write("unseen", site=site())
         return function(*words, **named)
 
     def _watch_scaler(self) -> None:
@@ -260,8 +271,6 @@ class Tracer:
             self._stop()
         self._is_saved = False
         self._stepping = optimizer
-        if self._tape is not None:
-            self._tape.step_begins()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 # With a closure, forward and the gradients come later.
@@ -280,7 +289,7 @@ class Tracer:
         if self._tape is not None:
             self._tape.step(weights, digests)
         closure = len(words) > 1 or named.get("closure") is not None  # the first word is the optimizer itself
-        rank, world, is_distributed = _place()
+        rank, world, is_distributed = place()
         self._recorder.write(
             "step",
             **{"step": self._steps, "rank": rank, "world": world, "distributed": is_distributed, "site": site()},
@@ -352,7 +361,7 @@ class Tracer:
     def _stop(self) -> None:
         """End the process once every rank has come here: none loses a peer while it still needs it."""
         self._recorder.write("stopped")
-        rank, world, _ = _place()
+        rank, world, _ = place()
         folder = Path(os.environ[FOLDER])
         if self._tape is not None:
             self._tape.write(folder / f"{rank}.tape")
@@ -378,11 +387,8 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
         setattr(module, name, traced)
 
 
-def _place() -> tuple[int, int, bool]:
-    """Rank, number of ranks, and whether a process group connects them."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size(), True
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), False
+def _has_loss(tree: Any) -> bool:
+    return any(each.dim() == 0 and each.requires_grad for each in tensors_of([tree]))
 
 
 def _is_called_by(function: str) -> bool:

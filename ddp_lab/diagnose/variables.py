@@ -14,6 +14,10 @@ UNTIL = "DDP_DIAGNOSE_UNTIL"
 """What else is waited for: `epoch`, `saved`, or nothing."""
 TAPE = "DDP_DIAGNOSE_TAPE"
 """The number of optimizer steps of which every operation is to be written; without it, none is."""
+BATCHES = "DDP_DIAGNOSE_BATCHES"
+"""The folder in which the batches of all ranks are; without it, none are kept."""
+GIVEN = "DDP_DIAGNOSE_GIVEN"
+"""How one process gets them: `together`, `one by one`, or empty where it has its own."""
 
 
 def ended_file(traces: Path, process: int) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ddp_core.base.errors import UserError
 from ddp_lab.diagnose import across, checks
 from ddp_lab.diagnose.findings import KINDS, Finding, by_harm
 from ddp_lab.diagnose.resumed import not_restored
@@ -96,21 +97,59 @@ def test_elements_that_weigh_more_on_one_rank() -> None:
     assert "weighs 0.25 in micro-batch 1 of rank 1 (4 elements), and 0.1 in micro-batch 1 of rank 0" in found.evidence
 
 
+def of_one_process(
+    seen: dict[str, list[float]], unseen: Sequence[dict[str, Any]] = (), **changes: Any
+) -> list[Finding]:
+    """What is found where two ranks have used these gradients; one process has [1, 2] and [3] with their samples."""
+
+    def gradients(used: dict[str, list[float]]) -> dict[str, Any]:
+        return {name: {"digest": "", "own": each, "reduced": each} for name, each in used.items()}
+
+    alone = {"samples": ["a", "b"], "gradients": gradients({"w": [1.0, 2.0], "b": [3.0]})}
+    moved = changes.pop("moved", [])
+    one = step(**alone | changes)
+    one.forwards[0]["moved"] = moved
+    ranks = [[step(rank=rank, world=2, samples=["ab"[rank]], gradients=gradients(seen))] for rank in range(2)]
+    ranks[0][0].unseen.extend(unseen)
+    return list(across.of_one_process(run([one]), run(*ranks)))
+
+
 @pytest.mark.parametrize(
-    ("weight", "reduced", "found"),
+    ("seen", "found", "evidence"),
     [
-        (0.1, [1.0, 2.0], []),
-        (0.1, [2.0, 4.0], ["step-grows-with-ranks"]),
-        (0.1, [0.5, 1.0], ["step-grows-with-ranks"]),
-        (1.0, [2.0, 4.0], []),  # a sum over elements, which may grow with them
-        (0.1, [0.0, 5.0], []),  # no multiple of the ranks' own gradient
+        ({"w": [1.0, 2.01], "b": [3.0]}, [], ""),
+        ({"w": [2.0, 4.0], "b": [6.0]}, ["step-grows-with-ranks"], "of w is 2 times that"),
+        ({"w": [0.5, 1.0], "b": [1.5]}, ["step-grows-with-ranks"], "of w is 0.5 times that"),
+        ({"w": [1.0, 2.0], "b": [6.0]}, ["reduced-unlike"], "of b is 2 times that"),
+        ({"w": [2.0, 1.0], "b": [3.0]}, ["other-gradient"], "of w is no multiple of that"),
+        ({"w": [0.7, 1.4], "b": [2.1]}, ["other-gradient"], "of w is 0.7 times that"),
     ],
 )
-def test_a_sum_where_a_mean_was_meant(weight: float, reduced: list[float], found: list[str]) -> None:
-    alone = run([step(losses=[loss(weight, 10)])])
-    gradients = {"w": {"digest": "g1", "own": [1.0, 2.0], "reduced": reduced}}
-    ranks = [[step(rank=rank, world=2, gradients=gradients, losses=[loss(weight, 10)])] for rank in range(2)]
-    assert [name for name in names(across.with_ranks(alone, run(*ranks))) if name != "batch-grows"] == found
+def test_the_step_is_that_of_one_process_with_the_samples_of_all_ranks(
+    seen: dict[str, list[float]], found: list[str], evidence: str
+) -> None:
+    named = of_one_process(seen)
+    assert names(named) == found
+    assert all(evidence in each.evidence for each in named)
+
+
+def test_an_exchange_that_autograd_does_not_see_is_the_cause_of_another_gradient() -> None:
+    assert of_one_process({"w": [1.0, 2.0]}, [{"site": "train.py:4"}]) == []
+    (found,) = of_one_process({"w": [0.5, 1.0]}, [{"site": "train.py:4"}])
+    assert (found.name, found.site) == ("exchange-without-gradient", "train.py:4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"weights_before": {"w": "other"}}, "begins with other weights"),
+        ({"samples": ["a", "c"]}, "could not be given the samples"),
+        ({"moved": ["torch"]}, "random numbers"),
+    ],
+)
+def test_where_nothing_is_proved_that_is_said(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=f"not proved: .*{said}"):
+        of_one_process({"w": [1.0, 2.0]}, **changes)
 
 
 def test_a_schedule_that_counts_samples_is_by_design() -> None:
