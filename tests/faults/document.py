@@ -1,5 +1,7 @@
 """Writes the table in docs/reference/faults.md from what the tests of the fault matrix have recorded.
 
+Its first three columns are written by hand: they are the matrix's faults and what a run must do about each.
+
     python -m tests.faults.document              run the tests on processes, slow ones too, and write the table
     python -m tests.faults.document RECORDS …    add the records in these folders, such as those of drills in containers
 
@@ -18,10 +20,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.faults.matrix import RECORDS, ROWS, Row
+from tests.faults.matrix import PAGE, RECORDS, ROWS, Row
 
 ROOT = Path(__file__).parents[2]
-PAGE, KEPT = ROOT / "docs" / "reference" / "faults.md", ROOT / "benchmarks" / "results" / "faults.json"
+KEPT = ROOT / "benchmarks" / "results" / "faults.json"
 BEGIN, END = "<!-- begin: python -m tests.faults.document -->", "<!-- end -->"
 
 
@@ -118,7 +120,7 @@ def line(row: Row, records: Iterable[dict[str, Any]], letters: Mapping[str, str]
     tests = [record for record in records if row.number in record.get("rows", [])]
     outcomes = list(dict.fromkeys(cell(record["outcome"]) for record in seen))
     dates = sorted({f"{record['measured']['date']} {letters[place_of(record)]}" for record in seen})
-    cells = [row.number, cell(row.fault), cell(row.expected), "; ".join(outcomes), longest(row, seen)]
+    cells = [row.number, row.fault, row.expected, "; ".join(outcomes), longest(row, seen)]
     return "| " + " | ".join(map(str, [*cells, verdict(tests, row), "; ".join(dates)])) + " |"
 
 

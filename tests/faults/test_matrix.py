@@ -10,7 +10,7 @@ import pytest
 
 from ddp_core.observe.faults import KINDS
 from tests.faults import document
-from tests.faults.matrix import COMMAND, RECORDS, ROWS, above_limits, record_row
+from tests.faults.matrix import COMMAND, PAGE, RECORDS, ROWS, above_limits, record_row
 from tests.support.wording import refusing
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,6 @@ def test_every_row_on_the_page_has_an_outcome_a_date_and_times_within_its_limits
         assert row.limits.keys() <= timed, f"row {row.number}: {row.limits.keys() - timed} was never measured"
 
 
-def test_the_page_names_every_scripted_fault_and_every_row() -> None:
-    page = document.PAGE.read_text()
+def test_the_page_names_every_scripted_fault() -> None:
+    page = PAGE.read_text()
     assert all(f"`{kind}@" in page for kind in KINDS)
-    assert all(f"\n| {row.number} | {row.fault} |" in page for row in ROWS)
