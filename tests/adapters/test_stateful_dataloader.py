@@ -115,15 +115,6 @@ def test_a_state_taken_before_the_first_batch_binds_no_epoch() -> None:
     assert numbers(loop.loader) == list(order)
 
 
-def test_both_states_may_be_loaded() -> None:
-    first = Rank(64)
-    trained, state = first.train(2, advance=True)
-    resumed = Rank(64)
-    resumed.sampler.load_state_dict(first.sampler.state_dict())
-    resumed.loader.load_state_dict(state)
-    assert sorted(trained + numbers(resumed.loader)) == list(range(64))
-
-
 def test_going_back_in_one_process() -> None:
     loop = Rank(64)
     trained, state = loop.train(1)
@@ -235,17 +226,3 @@ def test_accelerate_goes_on_in_its_stateful_loader(
     order.set_epoch(epoch)
     assert {number for name, ids in parts.items() if "False" in name for number in ids} == set(islice(order, 32))
     assert sorted(number for ids in parts.values() for number in ids) == list(range(96))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_another_number_of_workers_is_refused_by_the_loader(workers: int) -> None:
-    """It is torchdata that refuses, and what the page says: the sampler's own state takes any number of workers."""
-    first = Rank(64, workers=workers)
-    trained, state = first.train(2, advance=True)
-    other = Rank(64, workers=3 - workers)
-    other.loader.load_state_dict(state)
-    with pytest.raises((AssertionError, KeyError)):
-        numbers(other.loader)
-    other = Rank(64, workers=3 - workers)
-    other.sampler.load_state_dict(first.sampler.state_dict())
-    assert sorted(trained + numbers(other.loader)) == list(range(64))

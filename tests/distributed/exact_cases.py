@@ -6,9 +6,7 @@ import contextlib
 import gc
 import hashlib
 import io
-import itertools
 import os
-import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +25,9 @@ from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.parts import Parts
 from ddp_core.reduction.round_sum import RoundSum
+from ddp_core.sharding import OwnsPieces
 
+Shares = Literal["contiguous", "strided"]
 SAMPLES = 3
 CLASSES = 5
 
@@ -65,28 +66,6 @@ class MixedNet(nn.Module):
         return self.head(self.second(hidden.bfloat16()).float())
 
 
-class RandomNet(nn.Module):
-    """Layers of random widths; the data may decide whether a layer is used, so gradients are sometimes missing."""
-
-    def __init__(self, generator: random.Random, sometimes_unused: bool) -> None:
-        super().__init__()
-        widths = [6, *(generator.randint(1, 40) for _ in range(generator.randint(1, 5)))]
-        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in itertools.pairwise(widths))
-        self.optional = nn.ModuleList(nn.Linear(widths[-1], widths[-1]) for _ in range(2))
-        self.never = nn.Parameter(torch.ones(3)) if sometimes_unused else None
-        self.sometimes_unused = sometimes_unused
-        self.head = nn.Linear(widths[-1], CLASSES)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        hidden = rows
-        for layer in self.layers:
-            hidden = torch.tanh(layer(hidden))
-        for position, layer in enumerate(self.optional):
-            if not self.sometimes_unused or int(rows[0, 0] * 1000) % 3 == position:
-                hidden = hidden + layer(hidden)
-        return self.head(hidden)
-
-
 @dataclass(frozen=True)
 class Case:
     """One training, to be repeated on every layout."""
@@ -98,8 +77,6 @@ class Case:
     steps: Sequence[int] = (8, 8, 8)
     ddp: dict[str, Any] = field(default_factory=dict)
     wrapped: bool = True
-    channels_last: bool = False
-    autocast: bool = False
 
 
 def digest_of(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
@@ -118,6 +95,18 @@ def digest_of(module: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 def bytes_of(tensor: Tensor) -> bytes:
     """The tensor's numbers, row by row (by way of bytes, because numpy has no bfloat16)."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def described(state: Any) -> str:
+    """A text that differs wherever two states do: in keys and their sequence, values, dtypes, shapes and strides."""
+    if isinstance(state, dict):
+        return "{" + ",".join(f"{key!r}:{described(value)}" for key, value in state.items()) + "}"
+    if isinstance(state, list | tuple):
+        return "[" + ",".join(map(described, state)) + "]"
+    if isinstance(state, Tensor):
+        digest = hashlib.sha256(bytes_of(state.detach())).hexdigest()
+        return f"{state.dtype}{tuple(state.shape)}{state.stride()}{digest}"
+    return repr(state)
 
 
 def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -152,11 +141,9 @@ def train(case: Case, world_size: int, way: str = "contiguous", node: int = 0) -
         return _train(case, world_size, "contiguous" if way.startswith("contiguous") else "strided", node)
 
 
-def _train(case: Case, world_size: int, shares: Literal["contiguous", "strided"], node: int) -> str:
+def _train(case: Case, world_size: int, shares: Shares, node: int) -> str:
     torch.manual_seed(0)
     net = case.net()
-    if case.channels_last:
-        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer: torch.optim.Optimizer
     if case.optimizer == "sgd":
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -173,8 +160,7 @@ def _train(case: Case, world_size: int, shares: Literal["contiguous", "strided"]
             exact.begin(micro_batches)
             for index in exact.share:
                 assert exact.remaining[0] == index
-                weighed = exact.micro_batch(index, weight=1.0 + index)
-                with weighed, torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+                with exact.micro_batch(index, weight=1.0 + index):
                     torch.manual_seed(1000 * step + index)
                     outputs = exact.module(inputs[index])
                     cross_entropy(outputs, targets[index], reduction="sum").backward()
@@ -190,38 +176,12 @@ def _train(case: Case, world_size: int, shares: Literal["contiguous", "strided"]
 
 TINY_BUCKETS = {"bucket_cap_mb": 0.0005}
 TRAININGS = {
-    "sgd": Case(),
     "adamw": Case(optimizer="adamw", ddp={"gradient_as_bucket_view": True, **TINY_BUCKETS}),
     "blocking": Case(wrapped=False),
     "static graph": Case(ddp={"static_graph": True}, steps=(8, 3, 8)),
     "incomplete batches": Case(micro_batches=12, steps=(12, 1, 12, 5, 2, 12), ddp=TINY_BUCKETS),
-    "channels last": Case(channels_last=True, ddp=TINY_BUCKETS),
-    "bfloat16 autocast": Case(autocast=True),
     "three dtypes": Case(net=MixedNet, sample_shape=(6,), wrapped=False),
 }
-
-
-def random_case(seed: int) -> Case:
-    """A network, a number of micro-batches and DDP options drawn from `seed`."""
-    generator = random.Random(seed)
-    unused = generator.random() < 0.4
-    micro_batches = generator.choice([8, 9, 10, 11, 12])
-    ddp: dict[str, Any] = {
-        "bucket_cap_mb": generator.choice([0.00001, 0.001, 25]),
-        "gradient_as_bucket_view": generator.random() < 0.5,
-        "find_unused_parameters": unused,
-    }
-    widths = generator.randrange(1 << 30)
-    return Case(
-        net=lambda: RandomNet(random.Random(widths), unused),
-        sample_shape=(6,),
-        micro_batches=micro_batches,
-        steps=(micro_batches, micro_batches),
-        ddp=ddp,
-    )
-
-
-RANDOM_CASES = range(6)
 
 
 def case_of(micro_batches: int) -> Case:
@@ -284,7 +244,7 @@ def zero_signs(world_size: int, present: Sequence[int]) -> dict[str, list[float]
         net = ZeroNet(present, left_out=way == "found unused")
         wrapped = way in ("contiguous", "found unused", "strided")
         module = wrap(net, find_unused_parameters=way == "found unused") if wrapped else net
-        shares: Literal["contiguous", "strided"] = "strided" if way == "strided" else "contiguous"
+        shares: Shares = "strided" if way == "strided" else "contiguous"
         with ExactReduction(
             module, ZERO_MICRO_BATCHES, process_group=None if wrapped else group, shares=shares
         ) as exact:
@@ -303,8 +263,6 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
     """Run all cases in the same processes; return their digests by name."""
     with process_group():
         digests = {(name, way): train(case, world_size, way) for name, case in TRAININGS.items() for way in WAYS}
-        for seed, way in itertools.product(RANDOM_CASES, WAYS):
-            digests[f"random {seed}", way] = train(random_case(seed), world_size, way)
         for count in MICRO_BATCHES:
             if count >= world_size:
                 digests[f"{count} micro-batches", "strided"] = train(
@@ -317,41 +275,53 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
 def everything_on_one_process(rank: int, world_size: int) -> dict[str, str]:
     """The reference digests: the same trainings without a process group."""
     digests = {name: train(case, 0) for name, case in TRAININGS.items()}
-    digests |= {f"random {seed}": train(random_case(seed), 0) for seed in RANDOM_CASES}
     return digests | {f"{count} micro-batches": train(case_of(count), 0) for count in MICRO_BATCHES}
 
 
-def fail_on_one_rank(
-    rank: int, world_size: int, where: str, shares: Literal["contiguous", "strided"], nodes: int
-) -> str:
-    """Train until rank 1 fails in its third step; return the error that this rank saw."""
+def fail_on_one_rank(rank: int, world_size: int, where: str, shares: Shares, nodes: int, is_cut: bool) -> str:
+    """Train until rank 1 fails in its third step; return the error that this rank saw.
+
+    `is_cut`: each rank owns pieces of the parameters; else gradients are whole, and DDP has them.
+    """
     dist.init_process_group("gloo")
-    module = wrap(ConvolutionalNet(), bucket_cap_mb=0.0005)
+    net, node = ConvolutionalNet(), rank * nodes // world_size
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    module, owned = wrap(net, bucket_cap_mb=0.0005), None
     if nodes > 1:
         PointToPoint.one_round_bytes = -1
-    exact = ExactReduction(module, 6, shares=shares, node=rank * nodes // world_size)
+    if is_cut:
+        module = net
+        owned = OwnsPieces(net, optimizer, 6, process_group=dist.group.WORLD, shares=shares, node=node)
+    exact = ExactReduction(module, 6, shares=shares, node=node) if owned is None else owned.reduction
     message = ""
     try:
         for step in range(5):
+            failing = rank == 1 and step == 2
             for index in exact.share:
                 last = index == exact.share[-1]
                 with exact.micro_batch(index):
-                    failing = rank == 1 and step == 2 and last
-                    if failing and where == "forward":
+                    if failing and last and where == "forward":
                         raise RuntimeError("failed on purpose")
                     loss = module(torch.randn(2, 1, 6, 6)).sum()
-                    if failing and where == "between backwards":
+                    if failing and last and where == "between backwards":
                         loss.register_hook(_fail)
-                    if failing and where == "exchange":
+                    if failing and last and where == "exchange":
                         exact._channel.ordered_sum.phases = _fail  # type: ignore[method-assign]
                         getattr(exact._shares, "_parts", exact).fold = _fail
                     loss.backward()
             exact.finish()
+            if failing and where == "update":
+                optimizer.register_step_pre_hook(_fail)
+            if failing and where == "gather":
+                owned.gather_parameters = _fail  # type: ignore[union-attr, method-assign]
+            optimizer.step()
     except RuntimeError as error:
         message = str(error)
     exact.close()
+    if owned is not None:
+        owned.close()
     # This process leaves without an orderly end, and the other ranks must notice.
-    del exact, module
+    del owned, exact, module, net, optimizer
     gc.collect()
     dist.destroy_process_group()
     return message
@@ -436,7 +406,7 @@ def disagree(rank: int, world_size: int) -> list[str]:
                 net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             net[0].bias.requires_grad = not (odd and what == "number")
             is_strided = odd if what == "shares" else what == "weights"
-            shares: Literal["contiguous", "strided"] = "strided" if is_strided else "contiguous"
+            shares: Shares = "strided" if is_strided else "contiguous"
             micro_batches = 2 if odd and what == "micro-batches" else 4
             try:
                 with ExactReduction(net, micro_batches, process_group=dist.group.WORLD, shares=shares) as exact:
@@ -474,3 +444,32 @@ def run_document(rank: int, world_size: int, code: str, distributed: bool) -> st
         warnings.simplefilter("ignore", FutureWarning)
         exec(compile(code, "the how-to", "exec"), {})
     return printed.getvalue()
+
+
+def gradients_alive(rank: int, world_size: int, way: Shares) -> tuple[int, int]:
+    """Bytes of all gradients of a model, and the most bytes of gradients that were alive between two backwards."""
+    layers, width = 24, 100
+    # Two layers in each flat tensor.
+    with process_group(), mock.patch("ddp_core.reduction.flat._FLAT_ELEMENTS", width * width * 3 // 2):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh())))
+        made: list[tuple[StorageWeakRef, int]] = []
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda each: made.append((StorageWeakRef(each.grad.untyped_storage()), each.grad.nbytes))
+            )
+
+        def alive() -> int:
+            return sum(size for memory, size in made if not memory.expired())
+
+        most = 0
+        optimizer = torch.optim.SGD(net.parameters())
+        with OwnsPieces(net, optimizer, 8, process_group=dist.group.WORLD, shares=way).reduction as exact:
+            exact.begin()
+            for index in exact.share:
+                with exact.micro_batch(index):
+                    net(torch.randn(2, width)).sum().backward()
+                most = max(most, alive())
+            exact.finish()
+            assert alive() == 0
+        return sum(each.nbytes for each in net.parameters()), most

@@ -81,9 +81,6 @@ def test_a_resumed_run_trains_what_the_killed_one_did(tmp_path: Path) -> None:
     [
         pytest.param("counter", (), id="counter-single"),
         pytest.param("counter", DP, id="counter-dp"),
-        pytest.param("counter", DDP, id="counter-ddp", marks=pytest.mark.slow),
-        pytest.param("rare", (), id="rare-single", marks=pytest.mark.slow),
-        pytest.param("rare", DP, id="rare-dp", marks=pytest.mark.slow),
         pytest.param("rare", DDP, id="rare-ddp"),
     ],
 )
@@ -140,15 +137,6 @@ def test_a_forward_that_writes_the_same_everywhere_is_accepted(tmp_path: Path, n
         pytest.param("rows unseen", DDP, id="rows unseen-ddp"),
         pytest.param("max_norm", DDP, id="max_norm-ddp"),
         pytest.param("max_norm of bags", (), id="max_norm of bags-single"),
-        # What looks at max_norm is the same on all layouts.
-        pytest.param("max_norm", (), id="max_norm-single", marks=pytest.mark.slow),
-        pytest.param("max_norm", DP, id="max_norm-dp", marks=pytest.mark.slow),
-        pytest.param("max_norm of bags", DP, id="max_norm of bags-dp", marks=pytest.mark.slow),
-        pytest.param("max_norm of bags", DDP, id="max_norm of bags-ddp", marks=pytest.mark.slow),
-        *(
-            pytest.param(name, DDP_3, id=f"{name}-ddp x 3", marks=pytest.mark.slow)
-            for name in ("max_norm", "max_norm of bags", "rows unseen")
-        ),
     ],
 )
 def test_a_forward_that_writes_to_the_rows_of_its_samples_is_refused(
@@ -168,9 +156,8 @@ def test_a_forward_that_writes_to_the_rows_of_its_samples_is_refused(
         ("decay", DDP),
         ("decay unseen", ()),
         pytest.param("decay unseen", DDP, marks=pytest.mark.slow),
-        pytest.param("decay", (*DDP, "--shard", "optimizer"), marks=pytest.mark.slow),
     ],
-    ids=["decay-single", "decay-ddp", "decay unseen-single", "decay unseen-ddp", "decay-shards"],
+    ids=["decay-single", "decay-ddp", "decay unseen-single", "decay unseen-ddp"],
 )
 def test_a_forward_that_changes_weights_again_in_each_micro_batch_is_refused(
     tmp_path: Path, name: str, layout: tuple[str, ...]
@@ -181,10 +168,8 @@ def test_a_forward_that_changes_weights_again_in_each_micro_batch_is_refused(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name", ["clamp in evaluation", *(pytest.param(each, marks=pytest.mark.slow) for each in ("clamp",))]
-)
-def test_a_write_in_evaluation_is_the_same_on_ranks_without_a_batch(tmp_path: Path, name: str) -> None:
+def test_a_write_in_evaluation_is_the_same_on_ranks_without_a_batch(tmp_path: Path) -> None:
+    name = "clamp in evaluation"
     held_out = ("--set", "data.held_out=5", "--set", "evaluation.samples_per_batch=4", "--set", "ema_decay=0.9")
     found = [
         (*digests(record), record["ema_sha256"])
@@ -223,12 +208,11 @@ def test_a_write_is_the_same_where_the_last_step_has_no_micro_batch_for_a_rank(t
 @pytest.mark.parametrize(
     ("name", "settings", "when"),
     [
-        pytest.param("clamp", (), "step 1, rank", marks=pytest.mark.slow),
         ("max_norm", (), "step 1, rank"),
         ("clamp in evaluation", (), "step 1, rank"),
         ("clamp in evaluation", ("--set", "loss=cross_entropy", "--set", "data.held_out=5"), "evaluation after step 4"),
     ],
-    ids=["clamp", "max_norm", "trial of the loss", "evaluation"],
+    ids=["max_norm", "trial of the loss", "evaluation"],
 )
 def test_sharded_parameters_refuse_a_forward_that_writes(
     tmp_path: Path, name: str, settings: tuple[str, ...], when: str

@@ -89,15 +89,6 @@ def test_the_same_end_on_every_layout(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["step", "every rank"])
-def test_an_end_in_the_midst_of_an_epoch(tmp_path: Path, name: str) -> None:
-    ends = [ended(train(tmp_path / str(ranks), *kind(name), ranks=ranks)) for ranks in (0, 2)]
-    assert ends[0] == ends[1]
-    assert ends[0][1] == {"step": 6, "of": 160, "reason": "six are enough"}
-    assert trained(tmp_path / "2")[1]["result"]["test_loss"] is not None
-
-
-@pytest.mark.slow
 def test_a_run_that_ended_early_is_extended_by_a_longer_one_alone(tmp_path: Path) -> None:
     train(tmp_path, STOPS)
     again = train(tmp_path, STOPS, "--resume", str(trained(tmp_path)[0].path))

@@ -84,21 +84,6 @@ def test_a_resume_on_two_replicas_ends_with_the_same_bits(alone: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_other_layouts_and_resumes_end_with_the_same_bits(alone: Path, tmp_path: Path) -> None:
-    expected = facts(trained(alone)[1])
-    assert facts(train(tmp_path / "dp", EVERY_NAME, "--layout", "dp", "--nproc-per-node", "2")) == expected
-    assert facts(train(tmp_path / "ddp", EVERY_NAME, ranks=2)) == expected
-    rank0 = train(tmp_path / "rank0", EVERY_NAME, "--set", "evaluation.where=rank0", ranks=2)
-    assert facts(rank0) == expected
-    words = [EVERY_NAME, "--checkpoint-every", "2", "--resume", "auto", "--synchronous-save", "--fault", "kill@5:1"]
-    assert ddp("train", *words, "--layout", "ddp", "--device", "cpu", "--output", tmp_path / "killed").code == 0
-    assert facts(trained(tmp_path / "killed")[1]) == expected
-    verified = ddp("verify", trained(alone)[0].path, "--layout", "ddp", "--nproc-per-node", "3", "--device", "cpu")
-    assert verified.code == 0, verified.errors
-    assert "identical" in verified.output
-
-
-@pytest.mark.slow
 def test_a_whole_job_ends_with_the_same_bits_on_five_layouts(tmp_path: Path) -> None:
     words = [WHOLE_JOB, "--data-dir", str(tmp_path / "data")]
     expected = facts(train(tmp_path / "single", *words))

@@ -53,11 +53,6 @@ def test_the_record_names_the_parent(parent: Path, child: tuple[Path, tuple[str,
     assert "resumed at step 10" in said
 
 
-@pytest.mark.slow
-def test_a_fork_without_changes_ends_as_its_parent(parent: Path, tmp_path: Path) -> None:
-    assert digests(train(tmp_path, *WORDS, "--fork", str(parent), "--at", "10")) == digests(Run(parent).record)
-
-
 @pytest.mark.full
 def test_a_killed_fork_is_continued_on_another_layout(
     parent: Path, child: tuple[Path, tuple[str, str]], tmp_path: Path
@@ -66,15 +61,6 @@ def test_a_killed_fork_is_continued_on_another_layout(
     assert ddp("train", *WORDS, *words, "--fault", "kill@11", "--device", "cpu", "--output", tmp_path).code == -9
     assert digests(train(tmp_path, *WORDS, *words, ranks=2)) == child[1]
     assert len(trained(tmp_path)[1]["attempts"]) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "optimizer", "parameters"])
-def test_a_fork_has_the_same_bits_on_every_layout(
-    parent: Path, child: tuple[Path, tuple[str, str]], tmp_path: Path, mode: str
-) -> None:
-    words = ("--fork", str(parent), "--at", "10", *CHANGES, *DDP, "--shard", mode)
-    assert digests(train(tmp_path, *WORDS, *words)) == child[1]
 
 
 @pytest.mark.slow

@@ -106,18 +106,6 @@ def test_the_old_launchers_argument_is_taken_in_both_spellings_and_places(tmp_pa
         assert "no such setting" in ended.errors, ended.errors
 
 
-@pytest.mark.slow
-def test_a_script_of_ones_own_under_the_old_launcher(tmp_path: Path, reference: tuple[str, str]) -> None:
-    script = tmp_path / "mine.py"
-    script.write_text(
-        "import sys\nfrom ddp_core.cli import main\n"
-        "if __name__ == '__main__':\n"
-        "    sys.exit(main(['train', 'toy_mlp', '--device', 'cpu', '--layout', 'ddp', *sys.argv[1:]]))\n"
-    )
-    ended = command("--output", tmp_path / "out", program=[*LAUNCH, f"--master_port={free_port()}", str(script)])
-    check(tmp_path / "out", reference, "external", ended, clean=False)
-
-
 def test_dp_inside_a_launcher_keeps_its_replicas(tmp_path: Path, reference: tuple[str, str]) -> None:
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     ended = ddp("train", *TOY, "--layout", "dp", "--nproc-per-node", "3", "--output", tmp_path, env=world)

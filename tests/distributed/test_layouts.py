@@ -180,28 +180,6 @@ def test_plain_reduction_with_a_ragged_end_leaves_nobody_waiting(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["all_ranks", "rank0"])
-def test_evaluation_is_the_same_on_every_layout(tmp_path: Path, where: str) -> None:
-    # 360 held-out samples are four batches of at most 101. Two ranks have 2 batches each, three ranks have 2, 1 and 1.
-    words = [*EXACT[ADAMW], "--set", "evaluation.samples_per_batch=101", "--set", f"evaluation.where={where}"]
-    results = [train(tmp_path / str(ranks), *words, ranks=ranks)["result"] for ranks in (0, 2, 3)]
-    assert len({(result["test_loss"], result["test_accuracy"], result["train_loss"]) for result in results}) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_resnet18_ends_with_one_digest_on_every_layout(tmp_path: Path) -> None:
-    settings = ["model.small_input=true", "data.image_size=32", "data.samples=64", "data.pool=64"]
-    settings += ["global_batch_size=16", "micro_batch=2", "max_steps=4"]
-    words = ["resnet18_synthetic", "--reduction", "exact", *(word for each in settings for word in ("--set", each))]
-    found = {
-        (kind, count): digests({"resnet": words}, tmp_path / f"{kind}{count}", kind, count)["resnet"]
-        for kind, count in [("single", 1), *LAYOUTS, ("dp", 4), ("ddp", 4), ("ddp", 8)]
-    }
-    assert set(found.values()) == {found["single", 1]}, found
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_of_digits_ends_with_one_digest_on_every_layout(tmp_path: Path) -> None:
     words = ["digits"]

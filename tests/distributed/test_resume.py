@@ -32,18 +32,6 @@ def test_killed_three_times_on_other_layouts(tmp_path: Path, undisturbed: tuple[
 
 
 @pytest.mark.slow
-def test_a_lost_worker_is_replaced_within_the_launch(tmp_path: Path, undisturbed: tuple[str, str]) -> None:
-    words = [*WORDS, "--layout", "ddp", "--nproc-per-node", "2", "--recovery", "restart", "--fault", "kill@13:1"]
-    ended = ddp("train", *words, "--device", "cpu", "--output", tmp_path)
-    assert ended.code == 0, ended.errors
-    assert "rank 1 (node 0) was killed (SIGKILL)" in ended.errors
-    assert "starting the workers again" in ended.errors
-    record = trained(tmp_path)[1]
-    check_whole(tmp_path, undisturbed, record)
-    assert len(record["attempts"]) == 2
-
-
-@pytest.mark.slow
 def test_without_restarts_the_launch_ends_with_6_and_can_be_resumed(
     tmp_path: Path, undisturbed: tuple[str, str]
 ) -> None:

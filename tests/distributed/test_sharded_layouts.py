@@ -115,19 +115,6 @@ def test_a_run_goes_on_with_any_other_shard_mode(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("shard", SHARD_MODES)
-def test_a_lost_worker_is_replaced_within_the_launch(
-    tmp_path: Path, undisturbed: tuple[str, str], shard: ShardMode
-) -> None:
-    words = [*WORDS, "--layout", "ddp", "--nproc-per-node", "3", "--shard", shard, "--fault", "kill@13:1"]
-    ended = ddp("train", *words, "--device", "cpu", "--output", tmp_path)
-    assert ended.code == 0, ended.errors
-    assert "rank 1 (node 0) was killed (SIGKILL)" in ended.errors
-    check_whole(tmp_path, undisturbed, trained(tmp_path)[1])
-
-
-@pytest.mark.slow
 def test_a_checkpoint_is_the_same_state_with_any_shard_mode(tmp_path: Path) -> None:
     words = [ADAMW_MLP, "--set", "max_steps=3", "--set", "model.width=400", "--checkpoint-every", "3"]
     found = []
@@ -155,15 +142,6 @@ def test_verify_repeats_a_run_with_its_shard_mode_and_without(tmp_path: Path) ->
         assert ended.code == 0, ended.output + ended.errors
         label = "single-cpu" if words else "ddp-1x2-cpu-shard-gradients"
         assert any(line.startswith("repeated") and line.endswith(label) for line in ended.output.splitlines())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", SHARD_MODES)
-def test_a_bad_loss_is_found_on_the_rank_that_had_it(tmp_path: Path, shard: ShardMode) -> None:
-    words = [*EXACT["AdamW, clipping, cosine"], "--layout", "ddp", "--nproc-per-node", "3", "--shard", shard]
-    ended = ddp("train", *words, "--device", "cpu", "--fault", "nan@2:1", "--output", tmp_path)
-    assert ended.code == 5, ended.errors
-    assert "loss is nan at step 2 on rank 1 (node 0)" in ended.errors
 
 
 @pytest.mark.slow

@@ -56,21 +56,6 @@ def after_step(model):
     for each in model.parameters():
         each.clamp_(-0.15, 0.15)
 """,
-    "a teacher": OPTIMIZER
-    + """
-class Net(Net):
-    def __init__(self):
-        super().__init__()
-        self.t = nn.Linear(8, 7).requires_grad_(False)
-
-    def forward(self, inputs):
-        return self.b(torch.relu(self.a(inputs) + self.t(inputs)))
-
-@torch.no_grad()
-def after_step(model):
-    for ours, theirs in zip(model.t.parameters(), model.a.parameters()):
-        ours.lerp_(theirs, 0.1)
-""",
     "a callback": """
 def change(model):
     for each in model.parameters():
@@ -156,7 +141,6 @@ FAST = {("a clamp after each step", "parameters"), ("a list of parameters", "par
 CASES = [
     *REFUSED,
     *(("a clamp after each step", shard) for shard in ("optimizer", "parameters")),
-    *(("a teacher", shard) for shard in ("optimizer", "parameters")),
     ("a callback", "parameters"),
     ("two parameters, one memory", "none"),
     ("a view of a weight", "none"),

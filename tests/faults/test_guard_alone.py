@@ -111,7 +111,6 @@ def case(off: str, *words: str, fast: bool = False, **env: str) -> Any:
 
 
 NOBODY = "what nobody foresaw"
-FOREIGN = file("foreign_code")
 
 
 @pytest.mark.full
@@ -150,19 +149,6 @@ FOREIGN = file("foreign_code")
         # Samples that are random, which only a strict guard refuses, and a model that asks whether it is cut.
         case(NOBODY, *file("random_rows"), *STRICT, fast=True),
         case(NOBODY, *file("asks_whether_cut"), *DDP, "--shard", "parameters"),
-        # Models that keep, draw or ask for something of their own.
-        case(NOBODY, *FOREIGN, CASE="attribute"),
-        case(NOBODY, *FOREIGN, *DDP, "--shard", "parameters", CASE="attribute"),
-        case(NOBODY, *FOREIGN, CASE="global"),
-        case(NOBODY, *FOREIGN, *DDP, CASE="own generator"),
-        case(NOBODY, *FOREIGN, CASE="true randomness"),
-        case(NOBODY, *FOREIGN, *DDP, CASE="clock"),
-        case(NOBODY, *FOREIGN, *DDP, CASE="rank", fast=True),
-        case(NOBODY, *FOREIGN, *DP, CASE="closure"),
-        case(NOBODY, *FOREIGN, *DDP, CASE="buffer"),
-        case(NOBODY, *FOREIGN, CASE="late"),
-        case(NOBODY, *FOREIGN, *DDP, CASE="callback"),
-        case(NOBODY, *FOREIGN, *STRICT, CASE="noisy data"),
     ],
 )
 def test_it_is_found_with_its_mend_switched_off(

@@ -133,13 +133,6 @@ def test_all_are_lost_and_start_again(tmp_path: Path, ends: Ends) -> None:
 
 
 @pytest.mark.slow
-def test_no_restarts_are_left(tmp_path: Path) -> None:
-    ended = train(tmp_path, ["1.0 update 10"], "--max-restarts", "0")
-    assert ended.code == 6
-    assert "rank 1 (node 0) was killed (SIGKILL)" in ended.errors
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kill", ["1.0 forward 20", "0.0 evaluation 5"])
 def test_a_worker_that_hangs_is_replaced(tmp_path: Path, ends: Ends, kill: str) -> None:
     ended = train(tmp_path, [kill], "--timeout", "3", env={"STRUCK_HANGS": "yes"})

@@ -24,11 +24,9 @@ from tests.core.trainers.test_trainers import (
     digests,
     experiment,
     finished,
-    mlp,
     samples,
     trainer_of,
 )
-from tests.gpu.test_replicas import _sums
 from tests.gpu.test_speed import RaisesWhereTheHostWaits
 from tests.gpu_standin.playing import on_devices, ranks_on_devices
 from tests.support.commands import ddp, trained
@@ -118,19 +116,6 @@ def test_the_command_trains_and_its_record_names_the_stand_in(tmp_path: Path) ->
     assert record["fingerprint"]["device"] == NAME
 
 
-def _plain_replicas(fields: dict[str, Any]) -> list[float]:
-    """How far nn.DataParallel's weights are from those of one process."""
-    choose_kernels()
-    record, device = experiment(**{"reduction": "plain", **fields}), torch.device("cuda", 0)
-    layouts = [None, Layout(kind="dp", device="cuda", nproc_per_node=2)]
-    models = [finished(record, mlp, each, train=samples(64), device=device).state.model for each in layouts]
-    return [(a - b).abs().max().item() for a, b in zip(*(each.parameters() for each in models), strict=True)]
-
-
-def test_replicas_of_torch_end_where_one_process_does() -> None:
-    assert max(on_devices(2, _plain_replicas, {})) < 1e-5
-
-
 def _steps_without_waits(reduction: str, cuda_graph: bool) -> int:
     choose_kernels()
     record = experiment(reduction=reduction, clip_norm=1.0, ema_decay=0.9, schedule={"name": "cosine"})
@@ -167,12 +152,6 @@ def _without_peers(error: str) -> list[str]:
 def test_a_rank_that_waits_for_its_device_hears_that_nccl_has_failed() -> None:
     found = on_devices(1, _without_peers, "COMM_ERROR")
     assert found == ["NCCL met a COMM_ERROR while this rank waited for its device", "initialized: False"]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("devices", "ranks"), [(3, 3), (1, 2)], ids=["one device each", "one device for both"])
-def test_sums_between_devices_are_those_of_the_cpu(devices: int, ranks: int) -> None:
-    assert ranks_on_devices(devices, ranks, _sums) == [[]] * ranks
 
 
 @pytest.mark.full

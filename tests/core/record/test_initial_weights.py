@@ -9,10 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import UserError
@@ -126,16 +124,6 @@ def test_what_holds_no_weights_is_refused(tmp_path: Path, content: str) -> None:
     with pytest.raises(UserError, match=expected) as refused:
         find_weights(str(file))
     assert "\n" not in str(refused.value)
-
-
-def test_torchs_own_converter_makes_such_a_file_of_a_folder(tmp_path: Path) -> None:
-    """As docs/how-to/use-what-was-trained.md says."""
-    trained, fresh = model(), model()
-    state = {"model": trained.state_dict(), "step": 3}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "folder"), no_dist=True)
-    dcp_to_torch_save(tmp_path / "folder", tmp_path / "file.pt")
-    put_weights(fresh, find_weights(str(tmp_path / "file.pt")))
-    assert same(trained, fresh)
 
 
 def tied() -> nn.Module:

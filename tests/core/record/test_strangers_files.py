@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ddp_core.base.user_code import MODULE_PREFIX
 from ddp_core.cli import main
 from ddp_core.config.options import Asked
 from ddp_core.distributed.children import Children
+from tests.core.record.test_any_document import inner_places
 from tests.support.commands import Ended, ddp, train, trained
 from tests.support.own_project import write_project
 
@@ -148,23 +149,6 @@ def test_a_record_of_many_attempts_is_refused_before_it_is_read(run: Path) -> No
         assert (ended.code, ended.output) == (2, "")
         assert ended.errors.endswith(f"{run} is not a run directory: it has no readable run.json {TOO_LARGE}\n")
         assert len(ended.errors.splitlines()) == 1
-
-
-def test_numerics_of_another_version_are_one_line(run: Path) -> None:
-    fingerprint = json.loads((run / "run.json").read_text())["fingerprint"]
-    changed(run, fingerprint=fingerprint | {"numerics": "portable", "numerics_rules": 99})
-    ended = ddp("verify", run, timeout=LIMIT)
-    assert (ended.code, ended.output) == (2, "")
-    assert "the run has portable numerics version 99, which this version does not know" in ended.errors
-    assert len(ended.errors.splitlines()) == 1
-
-
-def inner_places(document: Any) -> Iterator[tuple[Any, Any]]:
-    """Each dict or list within the document, with each key or index."""
-    if isinstance(document, dict | list):
-        for key in list(document) if isinstance(document, dict) else range(len(document)):
-            yield document, key
-            yield from inner_places(document[key])
 
 
 @pytest.mark.full

@@ -262,7 +262,6 @@ def model():
     {}
     return _model()
 """
-CONSTANT = MODEL.format("layer = _model(); nn.init.constant_(layer[0].weight, {}); return layer")
 DATA = """
 import time
 import numpy as np
@@ -276,9 +275,6 @@ OTHERWISE = {
     "the clock, in seconds": (MODEL.format("torch.manual_seed(int(time.time()))"), ()),
     "data of the clock, in days": (DATA.format("np.random.default_rng(int(time.time()) // 86400)"), ()),
     "the clock, on two ranks": (MODEL.format("torch.manual_seed(int(time.time()))"), TWO),
-    "a seed of torch's own": (MODEL.format("torch.seed()"), ()),
-    "SystemRandom": (CONSTANT.format("random.SystemRandom().random()"), ()),
-    "a generator of numpy's without a seed": (CONSTANT.format("np.random.default_rng().random()"), ()),
 }
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction import ExactReduction
@@ -237,24 +238,33 @@ def test_ranks_with_other_weights_are_refused_in_the_first_step(shares: Dealt) -
     assert all(message.startswith("weight is another on rank 1 than on rank 0") for message in refused(begin))
 
 
-def test_a_model_without_parameters_is_refused() -> None:
+def test_what_cannot_be_cut_or_dealt_is_refused() -> None:
     with refusing(ValueError):
         OwnsPieces(nn.ReLU(), optimizer(LAYER), 1)
-
-
-def test_shares_of_another_name_are_refused() -> None:
     with refusing(ValueError):
         OwnsPieces(LAYER, optimizer(LAYER), 1, shares="Strided")  # type: ignore[arg-type]
 
 
-def test_exchanges_wait_as_long_as_asked() -> None:
-    def waits(group: Any) -> Any:
-        made = copy.deepcopy(LAYER)
-        owned = OwnsPieces(made, optimizer(made), 2, process_group=group, timeout=timedelta(seconds=7))
-        channel: Any = owned._channel
-        return channel.group.asked
+class CheckpointedTwice(nn.Module):
+    """One layer, used in two checkpoints, each of which runs a backward of its own."""
 
-    assert on_thread_world(2, waits) == [(torch.device("cpu"), timedelta(seconds=7))] * 2
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = rows.requires_grad_()
+        for _ in range(2):
+            hidden = checkpoint(self.layer, hidden, use_reentrant=True)
+        return hidden
+
+
+def test_a_gradient_that_comes_after_its_group_is_sent_is_refused() -> None:
+    made = CheckpointedTwice()
+    with OwnsPieces(made, optimizer(made), 1).reduction as exact:
+        exact.begin()
+        with pytest.raises(RuntimeError, match="use_reentrant=False"), exact.micro_batch(0):
+            made(torch.ones(1, 4)).sum().backward()
 
 
 class Stored(nn.Module):
@@ -343,35 +353,3 @@ def test_ranks_with_parts_of_unlike_tensors_are_refused_before_anything_is_gathe
             whole_on_first({"momentum": part} if group.rank() else {}, group)
 
     on_thread_world(2, together)
-
-
-@pytest.mark.parametrize("shares", ["contiguous", "strided"])
-def test_the_state_of_one_process_is_loaded_by_each_rank(shares: Dealt) -> None:
-    made = copy.deepcopy(net())
-    updates = optimizer(made)
-    made.loss(0, 0).backward()
-    updates.step()
-    state = updates.state_dict()
-
-    def loaded(group: Any) -> Any:
-        other = copy.deepcopy(net())
-        owned = OwnsPieces(other, optimizer(other), 2, process_group=group, shares=shares)
-        owned.load_state(state)
-        return entries(owned.whole_state())
-
-    whole, nothing = on_thread_world(2, loaded)
-    assert bits(whole) == bits(entries(state))
-    assert nothing is None
-
-
-def test_micro_batches_are_dealt_as_asked() -> None:
-    def dealt(group: Any) -> list[list[int]]:
-        kinds: tuple[Dealt, ...] = ("contiguous", "strided")
-        made = [copy.deepcopy(LAYER) for _ in kinds]
-        owned = [
-            OwnsPieces(each, optimizer(each), 4, process_group=group, shares=kind)
-            for each, kind in zip(made, kinds, strict=True)
-        ]
-        return [list(each.reduction.share) for each in owned]
-
-    assert on_thread_world(2, dealt) == [[[0, 1], [0, 2]], [[2, 3], [1, 3]]]

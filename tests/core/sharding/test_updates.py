@@ -18,7 +18,7 @@ from ddp_core.checkpoint.queues import load_optimizer, without_queues
 from ddp_core.checkpoint.state import leaves, replaced
 from ddp_core.sharding.owned import Owned
 from ddp_core.sharding.updates import OwnUpdates
-from tests.distributed.sharded_cases import described
+from tests.distributed.exact_cases import described
 from tests.support.thread_group import on_threads, use_threads
 
 RANKS = 3

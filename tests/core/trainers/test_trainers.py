@@ -271,19 +271,6 @@ def test_a_thread_of_nn_data_parallel_keeps_the_precision() -> None:
     assert found == {nn.Linear: torch.bfloat16, InPrecision: torch.float16}
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
-def test_the_scaler_backs_off_when_a_gradient_overflows(layout: Layout) -> None:
-    record = experiment(precision="fp16", reduction="exact", optimizer={"lr": 1e-3}, epochs=1)
-    data = samples(64)
-    data.inputs.mul_(2000)
-    with trainer_of(record, layout=layout, train=data) as trainer:
-        assert trainer.state.scaler is not None
-        before = trainer.state.scaler.get_scale()
-        trainer.train()
-        assert trainer.state.scaler.get_scale() < before
-        assert all(torch.isfinite(value).all() for value in trainer.state.model.state_dict().values())
-
-
 def test_a_run_that_is_only_tried_makes_the_first_steps_of_the_whole_one() -> None:
     record = experiment(epochs=3, schedule={"name": "cosine"}, evaluation={"samples_per_batch": 1})
     tried = finished(record, test=samples(5, 1), only_steps=2)

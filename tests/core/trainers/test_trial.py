@@ -19,7 +19,7 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.trial import check_loss
-from tests.core.test_bad_input import MODES, one_line
+from tests.core.test_bad_input import one_line
 from tests.core.trainers.test_trainers import CLASSES, FEATURES, experiment, trainer_of
 from tests.support.commands import ddp
 
@@ -123,8 +123,7 @@ experiment = Experiment(name='a', model=Component(name='two_layer'), data=Compon
 '''
 
 
-@pytest.mark.parametrize("mode", ["single", "torchrun", pytest.param("dp", marks=pytest.mark.slow)])
-def test_every_layout_ends_with_one_line_before_the_first_step(mode: str, tmp_path: Path) -> None:
+def test_a_run_ends_with_one_line_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "averaging.py").write_text(AVERAGING)
-    words = ["train", tmp_path / "averaging.py", "--device", "cpu", *MODES[mode], "--output", tmp_path / "outputs"]
+    words = ["train", tmp_path / "averaging.py", "--device", "cpu", "--output", tmp_path / "outputs"]
     one_line(ddp(*words), 2, ["loss averaging gives", "reduction='sum'"])

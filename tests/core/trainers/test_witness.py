@@ -90,24 +90,32 @@ class Run:
                 self.saving.newest_step = self.state.step
 
 
-def test_ten_minutes_have_one_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run("normal", monkeypatch)
-    run.played.found = SAME
-    run.train(45)
-    assert run.played.asked == []
-    run.train(5)
-    assert run.played.asked == [(45, [46, 47])], "after ten minutes, of the newest save that steps came after"
-    run.train(200)
-    assert [step for step, _ in run.played.asked] == [45, 95, 145, 195, 245]
-
-
-def test_the_next_one_waits_until_it_costs_a_percent(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run("normal", monkeypatch)
-    run.played.found = witness.Testimony("the same bits", seconds=30.0)
-    run.train(200)
-    assert [step for step, _ in run.played.asked] == [45], "a hundred times 30 s are 250 steps"
-    run.train(105)
-    assert [step for step, _ in run.played.asked] == [45, 295]
+@pytest.mark.parametrize(
+    ("mode", "seconds", "stops", "asked"),
+    [
+        ("normal", 3.0, False, {45: [], 50: [45], 250: [45, 95, 145, 195, 245]}),
+        ("normal", 30.0, False, {200: [45], 305: [45, 295]}),
+        ("strict", 3.0, False, {20: [5, 10, 15]}),
+        ("strict", 3.0, True, {10: []}),
+    ],
+    ids=[
+        "ten minutes have one at most",
+        "the next one waits until it costs a percent: a hundred times 30 s are 250 steps",
+        "strict repeats each save before the next one",
+        "a stop that another rank was asked for waits for none",
+    ],
+)
+def test_which_saves_are_repeated(
+    mode: str, seconds: float, stops: bool, asked: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(mode, monkeypatch)
+    run.played.found = witness.Testimony("the same bits", seconds=seconds)
+    for step, expected in asked.items():
+        run.train(step - run.state.step, stops)
+        assert run.played.asked == [(each, [each + 1, each + 2]) for each in expected]
+    if mode == "strict" and not stops:
+        run.witnessed.end()
+        assert len(run.played.asked) == len(expected), "no step came after the last save"
 
 
 def test_the_run_goes_on_meanwhile_and_ends_before_the_next_save(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,33 +129,16 @@ def test_the_run_goes_on_meanwhile_and_ends_before_the_next_save(monkeypatch: py
     assert run.saving.newest_step == 65
 
 
-def test_strict_repeats_each_save_before_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run("strict", monkeypatch)
-    run.played.found = SAME
-    run.train(20)
-    assert run.played.asked == [(5, [6, 7]), (10, [11, 12]), (15, [16, 17])]
-    run.witnessed.end()
-    assert len(run.played.asked) == 3, "no step came after the last save"
-
-
-def test_a_stop_that_another_rank_was_asked_for_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run("strict", monkeypatch)
-    run.train(10, stops=True)
-    assert run.played.asked == []
-
-
-def test_no_step_is_noted_after_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A witness evaluates fewer batches, and a callback may keep what it is told of them."""
+def test_no_step_is_noted_after_an_evaluation_or_after_one_that_was_not_made_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A witness evaluates fewer batches, and after a lost rank another trainer goes on."""
     run = Run("strict", monkeypatch)
     run.saving.newest_step = 9
     for step in (10, 11):
         run.state.step = step
         run.witnessed.after_step(None)  # type: ignore[arg-type]
     assert run.witnessed._noted == {9: {10: {"weight": "1"}}}
-
-
-def test_no_step_is_noted_after_one_that_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a lost rank another trainer goes on, which has not made the step before."""
     run = Run("strict", monkeypatch)
     run.state.step, run.saving.newest_step = 6, 5
     run.train(1)
@@ -172,28 +163,22 @@ def test_a_resumed_run_compares_with_what_was_noted_of_just_this_training(
             run.train(1)
 
 
-def test_the_last_one_begins_before_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_the_last_one_begins_before_the_end_of_the_run_once_its_checkpoint_is_written(
+    is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run("normal", monkeypatch, steps=20)
     run.train(16)
+    run.is_slow = is_slow
     assert run.played.asked == []
     run.train(1)
-    assert run.played.asked == [(15, [16, 17])]
+    assert run.played.asked == ([] if is_slow else [(15, [16, 17])])
+    run.is_slow = False
     run.train(3)
     run.played.found = SAME
     run.witnessed.end()
     assert run.played.asked == [(15, [16, 17])]
     assert run.guard.figures["witness"] == SAME.said
-
-
-def test_the_last_one_begins_once_its_checkpoint_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run("normal", monkeypatch, steps=20)
-    run.train(16)
-    run.is_slow = True
-    run.train(2)
-    assert run.played.asked == []
-    run.is_slow = False
-    run.train(1)
-    assert run.played.asked == [(15, [16, 17])]
 
 
 def test_checkpoints_that_may_be_repeated_from_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
