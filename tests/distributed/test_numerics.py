@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import command, ddp, train, trained, without_limits
+from tests.support.commands import ddp, train, trained, without_limits
 from tests.support.processes import HANG, free_port
 
 WORDS = ("digits", "--set", "max_steps=6", "--numerics", "portable")
@@ -75,11 +75,3 @@ def _ranks(output: Path, numerics: list[str]) -> list[tuple[int, str]]:
             process.kill()
             process.wait()
     return [(process.returncode, said) for process, said in zip(processes, errors, strict=True)]
-
-
-@pytest.mark.slow
-def test_verify_repeats_a_portable_run_on_another_layout(tmp_path: Path) -> None:
-    train(tmp_path, *WORDS)
-    ended = command("verify", trained(tmp_path)[0].path, "--layout", "ddp")
-    assert ended.code == 0, ended.errors
-    assert ended.output.endswith("identical\n")

@@ -28,13 +28,9 @@ CASES = {
 }
 BF16 = ("--set", "precision=bf16")
 # Gradients are clipped in char_transformer. Eight micro-batches each, so that most ranks accumulate several.
-CHARACTERS = ["char_transformer", "--set", "max_steps=2", "--set", "data.stride=512"]
 SHIPPED = {
     "digits, shorter": ["digits", "--set", "max_steps=3"],
-    "digits, clipped, bf16": ["digits", "--set", "max_steps=2", "--set", "clip_norm=0.1", *BF16],
-    "char_transformer": CHARACTERS,
-    "char_transformer, bf16": [*CHARACTERS, *BF16],
-    "frozen, tied and unused": [EVERY_KIND],
+    "char_transformer, bf16": ["char_transformer", "--set", "max_steps=2", "--set", "data.stride=512", *BF16],
     "frozen, tied and unused, bf16": [EVERY_KIND, *BF16],
 }
 
@@ -65,7 +61,7 @@ def test_a_shipped_experiment_ends_with_the_bits_of_one_process(tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["digits, shorter", "char_transformer, bf16", "frozen, tied and unused"])
+@pytest.mark.parametrize("name", ["digits, shorter", "frozen, tied and unused, bf16"])
 @pytest.mark.parametrize("shard", ["none", *SHARD_MODES])
 def test_two_nodes_of_two_ranks_end_with_the_bits_of_one_process(tmp_path: Path, shard: ShardMode, name: str) -> None:
     train_on_two_nodes(tmp_path, *SHIPPED[name], "--shard", shard)

@@ -7,7 +7,6 @@ layout; the run must be refused before it begins.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,13 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ddp_core.adapters.dealing import deal
 from ddp_core.base.errors import ExitCode
 from ddp_core.record.directory import find_runs
-from ddp_core.reduction import BatchStatistics
 from tests.adapters.test_keyed_loading import Noise, masked
 from tests.adapters.test_repeat_check import Net, train
 from tests.support import quick
@@ -30,36 +27,12 @@ from tests.support.layout_cases import FILES
 from tests.support.processes import run_processes
 from tests.support.wording import refusing
 
-_take = BatchStatistics.take
-
 
 def nothing(*_: Any, **__: Any) -> None:
     """Stands for what is switched off."""
 
 
-def empty_dict(*_: Any) -> dict[str, Any]:
-    return {}
-
-
-def take_alone(statistics: BatchStatistics, weight: float = 1.0) -> Tensor:
-    """BatchStatistics.take, which lets the next micro-batch see the statistics of this one."""
-    if statistics._step is None:
-        return _take(statistics, weight)
-    shown: Any = statistics._step.layers.shown
-    shown.show = nothing
-    try:
-        return _take(statistics, weight)
-    finally:
-        del shown.show
-
-
-UNKEYED_LOADING = {"ddp_core.data.loader.Loader._keyed": lambda *_: contextlib.nullcontext()}
 OFF: Mapping[str, Mapping[str, Any]] = {
-    "following requires_grad": {"ddp_core.reduction.watching.TrainedParameters.changes": empty_dict},
-    "batch norm in evaluation": {
-        "ddp_core.reduction.batch_statistics._Step._before_call": nothing,
-        "ddp_core.reduction.batch_statistics.BatchStatistics.take": take_alone,
-    },
     "written parameters": {
         "ddp_core.reduction.watching.WrittenParameters.refuse_changes": nothing,
         "ddp_core.trainers.data_parallel.DataParallelStrategy._require_same_parameters": nothing,
@@ -67,32 +40,23 @@ OFF: Mapping[str, Mapping[str, Any]] = {
     "foreign buffers": {"ddp_core.reduction.watching.ForeignBuffers.refuse_changed": nothing},
     "hooks of replicas": {"ddp_core.trainers.data_parallel.share_hooks": nothing},
     "keyed draws": {"ddp_core.base.seeds.key_draws": nothing, "ddp_core.data.loader.key_draws": nothing},
-    "generators of threads": {
-        "ddp_core.base.own_generator.OwnGenerator.__enter__": nothing,
-        "ddp_core.base.own_generator.OwnGenerator.__exit__": nothing,
-        **UNKEYED_LOADING,
-    },
-    "keyed loading": UNKEYED_LOADING,
-    "keyed updates": {"ddp_core.base.seeds.MicroBatchSeed.update": nothing},
 }
 """For each mend: what is replaced, and by what."""
 
-SINGLE: tuple[str, ...] = ()
 DP = ("--layout", "dp", "--nproc-per-node", "3")
 DDP = ("--layout", "ddp", "--nproc-per-node", "2")
 STRICT = ("--guard", "strict")
 
 
-def run(output: Path, off: str, words: tuple[str, ...], env: Mapping[str, str]) -> tuple[int, str]:
+def run(output: Path, off: str, words: tuple[str, ...]) -> tuple[int, str]:
     """Train with a mend switched off: the exit code, and what was said in the end."""
-    (code,) = run_processes(_train, 1, output, off, words, env)
+    (code,) = run_processes(_train, 1, output, off, words)
     return code, (output / "said").read_text()
 
 
-def _train(rank: int, world_size: int, output: Path, off: str, words: tuple[str, ...], env: Mapping[str, str]) -> int:
+def _train(rank: int, world_size: int, output: Path, off: str, words: tuple[str, ...]) -> int:
     for name in LAUNCHER_VARIABLES:
         del os.environ[name]
-    os.environ.update(env)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(output / "said", os.O_WRONLY | os.O_CREAT), 2)
     with pytest.MonkeyPatch.context() as patch:
@@ -105,9 +69,9 @@ def file(name: str, kind: str = "") -> tuple[str, ...]:
     return (str(FILES / f"{name}.py"), *(("--set", f"model.kind={kind}") if kind else ()))
 
 
-def case(off: str, *words: str, fast: bool = False, **env: str) -> Any:
-    known = [Path(word).stem if word.endswith(".py") else word for word in (*words, *env.values())]
-    return pytest.param(off, words, env, marks=() if fast else pytest.mark.slow, id=f"{off}, {' '.join(known)}")
+def case(off: str, *words: str, fast: bool = False) -> Any:
+    known = [Path(word).stem if word.endswith(".py") else word for word in words]
+    return pytest.param(off, words, marks=() if fast else pytest.mark.slow, id=f"{off}, {' '.join(known)}")
 
 
 NOBODY = "what nobody foresaw"
@@ -115,46 +79,23 @@ NOBODY = "what nobody foresaw"
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("off", "words", "env"),
+    ("off", "words"),
     [
-        # A callback that changes `requires_grad`.
-        case("following requires_grad", *file("changing", "usual"), *DDP),
-        case("following requires_grad", *file("changing", "usual"), *DDP, "--shard", "gradients"),
-        # Batch normalisation in evaluation mode within forward.
-        case("batch norm in evaluation", *file("changing", "pseudo labels"), *DP),
-        case("batch norm in evaluation", *file("changing", "pseudo labels"), *DDP),
         # A forward that writes to its weights.
-        case("written parameters", *file("writing", "max_norm"), *DP),
-        case("written parameters", *file("writing", "rows unseen"), *DP),
         case("written parameters", *file("writing", "decay"), *DDP),
         # Buffers that forward changes, and reads; a count that only shows where ranks count unlike.
         case("foreign buffers", *file("changing", "codebook"), *DDP),
-        case("foreign buffers", *file("changing", "counter"), *DDP),
-        case("foreign buffers", *file("changing", "rare"), *DDP),
         # Hooks on weights.
         case("hooks of replicas", *file("changing", "hooks"), *DP, fast=True),
         # Random numbers.
         case("keyed draws", *file("draws_forward"), fast=True),
-        case("keyed draws", *file("draws_forward"), *DDP),
-        case("generators of threads", *file("draws_forward"), *DP),
-        case("generators of threads", *file("draws_own_seed"), *DP),
-        case("keyed loading", *file("draws_collate"), *DDP),
-        case("keyed updates", *file("draws_optimizer"), *DDP),
-        case("keyed draws", *file("draws_metrics"), *DDP),
-        # An optimizer that keeps `self.t`.
-        case(NOBODY, *file("loses"), LOSES="attribute"),
-        # A callback of rank 0 that changes weights.
-        case(NOBODY, *file("one_rank_alone"), *DDP, CHANGED="0.weight"),
-        case(NOBODY, *file("one_rank_alone"), *DDP, "--shard", "parameters", CHANGED="0.weight", STEP="4"),
         # Samples that are random, which only a strict guard refuses, and a model that asks whether it is cut.
         case(NOBODY, *file("random_rows"), *STRICT, fast=True),
         case(NOBODY, *file("asks_whether_cut"), *DDP, "--shard", "parameters"),
     ],
 )
-def test_it_is_found_with_its_mend_switched_off(
-    tmp_path: Path, off: str, words: tuple[str, ...], env: dict[str, str]
-) -> None:
-    code, said = run(tmp_path, off, words, env)
+def test_it_is_found_with_its_mend_switched_off(tmp_path: Path, off: str, words: tuple[str, ...]) -> None:
+    code, said = run(tmp_path, off, words)
     assert (code, "Traceback" in said) == (ExitCode.BAD_INPUT, False), (code, said)
     assert not any(record["status"] == "completed" for _, record in find_runs(tmp_path))
 

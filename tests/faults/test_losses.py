@@ -25,7 +25,6 @@ from tests.faults.launches import (
 )
 from tests.faults.matrix import AGAIN, LATE, NOTICED, record_row
 from tests.faults.workers import run_workers
-from tests.support.cgroups import throttled
 from tests.support.commands import Ended, ddp, trained, wait_until
 from tests.support.processes import HANG
 
@@ -163,16 +162,3 @@ def test_a_slow_worker_is_named_not_killed(tmp_path: Path) -> None:
     assert int(found[1]) > 190
     assert read_metrics(directory.metrics, "evaluation")
     record_row(7, f"one attempt, exit 0; 'rank 1 (node 0), p95 {found[1]} ms per step'")
-
-
-@pytest.mark.slow
-def test_a_throttled_worker_is_named_not_killed(tmp_path: Path, digest: str) -> None:
-    with Launch(*train_words(tmp_path, "--guard", "off", "--timeout", "10")) as launch:
-        Watch(tmp_path).wait_for_step(3)
-        with throttled(launch.workers()[1].pid, 0.05):
-            ended = launch.wait()
-    assert ended.code == 0, ended.errors
-    assert len(check_aftermath(tmp_path, digest)["attempts"]) == 1
-    found = re.search(r"slowest: rank 1 \(node 0\), p95 (\d+) ms per step", ended.output)
-    assert found is not None, ended.output
-    record_row(7, f"a twentieth of a core: one attempt, exit 0, same weights; 'rank 1 (node 0), p95 {found[1]} ms'")

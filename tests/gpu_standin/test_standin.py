@@ -90,37 +90,6 @@ def test_tensors_know_their_device_and_unlike_devices_do_not_meet() -> None:
     on_devices(2, _devices)
 
 
-def _memory() -> None:
-    before = torch.cuda.memory_allocated()
-    tensor = torch.empty(1000, device="cuda")
-    views = [tensor[1:], tensor.view(10, 100)]
-    assert torch.cuda.memory_allocated() == before + 4000
-    del tensor, views
-    assert torch.cuda.memory_allocated() == before
-    assert torch.cuda.max_memory_allocated() >= before + 4000
-    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
-        torch.empty(2**45, dtype=torch.uint8, device="cuda")
-
-
-def test_memory_is_counted_and_ends() -> None:
-    on_devices(1, _memory)
-
-
-def _deterministic() -> None:
-    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    torch.use_deterministic_algorithms(True)
-    inputs = torch.randn(1, 2, 9, 9, device="cuda", requires_grad=True)
-    with pytest.raises(RuntimeError, match="adaptive_avg_pool2d_backward_cuda does not have a deterministic"):
-        functional.adaptive_avg_pool2d(inputs, 4).sum().backward()
-    with pytest.raises(RuntimeError, match="CUBLAS_WORKSPACE_CONFIG"):
-        torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")
-    functional.adaptive_avg_pool2d(inputs.detach().cpu().requires_grad_(), 4).sum().backward()
-
-
-def test_kernels_that_do_not_repeat_their_bits_are_refused() -> None:
-    on_devices(1, _deterministic)
-
-
 def _graph() -> None:
     total, graph = torch.zeros(3, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -237,8 +237,19 @@ def test_verify_repeats_an_extension_and_the_weights_that_a_run_began_with(outpu
     first, _ = trained(output / "first")
     _, said = extend(output / "second", project, "--set", "schedule.name=cosine", "--init-from", str(first.path))
     assert "schedule cosine depends on the length of the run" in said
-    ended = ddp("verify", trained(output / "second")[0].path, module="tests.support.quick")
+
+    def verified() -> Ended:
+        return ddp("verify", trained(output / "second")[0].path, module="tests.support.quick")
+
+    ended = verified()
     assert (ended.code, ended.output.splitlines()[-1]) == (0, "identical"), ended.output + ended.errors
+    weights = first.path / "model.safetensors"
+    weights.write_bytes((trained(output / "second")[0].path / "model.safetensors").read_bytes())
+    changed = verified()
+    assert (changed.code, "model.safetensors holds other weights" in changed.output) == (1, True)
+    weights.unlink()
+    gone = verified()
+    assert (gone.code, "model.safetensors is gone" in gone.output) == (1, True)
 
 
 def test_a_finished_run_is_extended_by_length_alone_and_from_its_end(output: Path, project: Path) -> None:
@@ -256,34 +267,12 @@ def test_a_finished_run_is_extended_by_length_alone_and_from_its_end(output: Pat
 
 def test_a_run_begins_with_given_weights_and_those_that_do_not_fit_are_named(output: Path, project: Path) -> None:
     first = train(output / "first", project)
-    words = ("--init-from", trained(output / "first")[0].path)
+    path = trained(output / "first")[0].path
+    words = ("--init-from", path)
     record = train(output / "second", project, *words, "--set", "optimizer.lr=1e-30")
-    assert record["init_from"]["sha256"] == first["weights_sha256"] == record["weights_sha256"], "no step changes them"
+    told = {"given": str(path), "file": str(path / "model.safetensors"), "sha256": first["weights_sha256"]}
+    assert record["init_from"] == told
+    assert record["weights_sha256"] == first["weights_sha256"], "no step changes them"
     ended = ddp("train", project, *words, "--set", "model.width=6", *CPU, "--output", output / "third")
     assert (ended.code, ended.errors.count("ddp: error: ")) == (2, 1)
     assert "0.weight is torch.float32 [5, 10] there, torch.float32 [6, 10] here" in ended.errors
-
-
-@pytest.mark.slow
-def test_weights_of_a_run_start_another(output: Path, project: Path) -> None:
-    first = train(output / "first", project)
-    directory, _ = trained(output / "first")
-    words = ("--init-from", str(directory.path), "--set", "optimizer.lr=0.02")
-    record = train(output / "second", project, *words)
-    assert record["init_from"] == {
-        "given": str(directory.path),
-        "file": str(directory.path / "model.safetensors"),
-        "sha256": first["weights_sha256"],
-    }
-    from_file = train(
-        output / "third", project, "--init-from", str(directory.path / "model.safetensors"), *words[2:], ranks=2
-    )
-    assert from_file["weights_sha256"] == record["weights_sha256"]
-    assert from_file["weights_sha256"] != train(output / "fourth", project, *words[2:])["weights_sha256"]
-    weights = directory.path / "model.safetensors"
-    weights.write_bytes((trained(output / "fourth")[0].path / "model.safetensors").read_bytes())
-    changed = ddp("verify", trained(output / "second")[0].path, module="tests.support.quick")
-    assert (changed.code, "model.safetensors holds other weights" in changed.output) == (1, True)
-    weights.unlink()
-    gone = ddp("verify", trained(output / "second")[0].path, module="tests.support.quick")
-    assert (gone.code, "model.safetensors is gone" in gone.output) == (1, True)

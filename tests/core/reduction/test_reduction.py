@@ -58,26 +58,6 @@ def test_one_process_sums_the_gradients_in_the_tree_and_scales_once() -> None:
                 assert torch.equal(parameter.grad, expected)
 
 
-def test_running_statistics_are_updated_once_a_step_with_the_mean_over_micro_batches() -> None:
-    net = nn.Sequential(nn.BatchNorm1d(3, momentum=0.3), nn.BatchNorm1d(3, momentum=None, affine=False))
-    batches = inputs()
-    with ExactReduction(net, 4) as exact:
-        for steps in (1, 2, 3):
-            mean, var = net[0].running_mean.clone(), net[0].running_var.clone()
-            average = net[1].running_var.clone()
-            step(exact, batches * steps)
-            means = by_definition([batch.mean(0) * steps for batch in batches]) / 4
-            variances = by_definition([(batch * steps).var(0) for batch in batches]) / 4
-            torch.testing.assert_close(net[0].running_mean, 0.7 * mean + 0.3 * means)
-            torch.testing.assert_close(net[0].running_var, 0.7 * var + 0.3 * variances)
-            seen = torch.stack(
-                [torch.nn.functional.batch_norm(b * steps, None, None, training=True).var(0) for b in batches]
-            )
-            torch.testing.assert_close(net[1].running_var, average * (steps - 1) / steps + seen.mean(0) / steps)
-            assert [int(layer.num_batches_tracked) for layer in net] == [steps, steps]
-            assert [layer.momentum for layer in net] == [0.3, None]
-
-
 def test_a_layer_that_changes_between_steps_is_heard() -> None:
     net = nn.Sequential(nn.BatchNorm1d(3, momentum=0.5), nn.BatchNorm1d(3))
     batches = inputs()

@@ -90,14 +90,6 @@ def test_a_range_is_cut_into_few_whole_nodes(micro_batches: int, data: st.DataOb
     assert [subtree.tensors[0] for subtree in tree.subtrees] == [torch.tensor([float(sum(range(*s)))]) for s in spans]
 
 
-def test_an_aligned_share_keeps_log2_sums_at_most() -> None:
-    tree, alive = GradientTree(16, 8, 16), []
-    for _ in range(8):
-        tree.push([torch.ones(1)])
-        alive.append(len(tree.subtrees))
-    assert alive == [1, 1, 2, 1, 2, 2, 3, 1]
-
-
 def test_the_plan_of_an_aligned_step_sends_one_subtree_a_rank() -> None:
     assert plan_for(8, 4).spans == [[Span(0, 2)], [Span(2, 4)], [Span(4, 6)], [Span(6, 8)]]
     assert plan_for(8, 3).spans == [[Span(0, 2)], [Span(2, 4), Span(4, 5)], [Span(5, 6), Span(6, 8)]]

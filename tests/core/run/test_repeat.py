@@ -37,15 +37,6 @@ RANKS_IN_RATE = """
 def optimizer(model, lr: float = 0.05):
     return torch.optim.SGD(model.parameters(), lr=lr * (dist.get_world_size() if dist.is_initialized() else 1))
 """
-SCHEDULE_IN_ATTRIBUTE = """
-class Schedule(Callback):
-    ranks = "all"
-
-    def on_epoch(self, moment):
-        moment.model[2].p += 0.2
-
-callbacks = [Schedule()]
-"""
 MOMENTUM_ON_RANK_0 = """
 def optimizer(model, lr: float = 0.05):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
@@ -138,11 +129,10 @@ def test_a_healthy_run_is_rehearsed_once_and_has_a_witness(tmp_path: Path, words
     ("text", "words"),
     [
         (RANKS_IN_RATE, TWO),
-        (SCHEDULE_IN_ATTRIBUTE, ()),
         (MOMENTUM_ON_RANK_0, TWO),
         pytest.param(MOMENTUM_ON_RANK_0, (*TWO, "--shard", "optimizer"), marks=pytest.mark.slow),
     ],
-    ids=["the number of ranks", "lost in a resume", "one rank's numbers", "one rank's numbers, cut"],
+    ids=["the number of ranks", "one rank's numbers", "one rank's numbers, cut"],
 )
 def test_other_bits_in_the_miniature_refuse_the_run(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
     ended = trained(tmp_path, text, *words)
@@ -338,7 +328,6 @@ CASES = {
         """
     ),
     "changed after a step": CHANGED + CALLBACK.format("on_step"),
-    "changed after an epoch": CHANGED + CALLBACK.format("on_epoch"),
 }
 
 

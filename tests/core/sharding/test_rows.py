@@ -13,53 +13,31 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ddp_core.base.errors import UserError
-from ddp_core.checkpoint import CutTensor
-from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.sharding import OwnsPieces
 from ddp_core.sharding.rows import OwnsRows
-from tests.distributed.exact_cases import described
 from tests.support.thread_world import on_thread_world
 
 MICRO_BATCHES, WIDTH = 5, 6
 
 
-class Layer(nn.Linear):
-    """Writes to its weight when it is told to."""
-
-    writes = False
-
-    def forward(self, rows: Tensor) -> Tensor:
-        if self.writes:
-            with torch.no_grad():
-                self.weight.add_(0)
-        return super().forward(rows)
-
-
 class Net(nn.Module):
-    """Two blocks, a tied weight, one of a single row, a frozen one, buffers, and a state that is no tensor."""
+    """Two blocks, a tied weight, one of a single row, a frozen one, and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH, bias=False)
         self.norm = nn.BatchNorm1d(WIDTH)
-        self.layers = nn.ModuleList(Layer(WIDTH, WIDTH) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.last = nn.Linear(WIDTH, WIDTH)
         self.last.weight = self.first.weight
         self.row = nn.Parameter(torch.ones(1, WIDTH))
         self.frozen = nn.Parameter(torch.ones(3, WIDTH), requires_grad=False)
-        self.told = "at first"
 
     def forward(self, rows: Tensor) -> Tensor:
         rows = self.norm(self.first(rows) * self.row)
         for layer in self.layers:
             rows = torch.tanh(layer(rows))
         return self.last(rows) + self.frozen.sum(0)
-
-    def get_extra_state(self) -> str:
-        return self.told
-
-    def set_extra_state(self, state: str) -> None:
-        self.told = state
 
 
 def net(seed: int = 0) -> Net:
@@ -92,37 +70,6 @@ def message(action: Callable[[], Any], kind: type[Exception] = ValueError) -> st
     return str(raised.value)
 
 
-def test_what_goes_out_has_the_names_and_kinds_of_one_process() -> None:
-    reference = NETS[0].state_dict()
-    names = [name for name, _ in NETS[0].named_parameters(remove_duplicate=False)]
-
-    def check(group: Any) -> None:
-        owned = owns(group)
-        weights = owned.described_weights()
-        assert list(weights) == list(reference)
-        for name, value in reference.items():
-            theirs = weights[name]
-            if isinstance(value, Tensor):
-                assert (theirs.dtype, theirs.shape) == (value.dtype, value.shape), name
-                assert theirs.untyped_storage().nbytes() <= theirs.element_size(), "no memory for what is described"
-            else:
-                assert theirs == value
-        own = owned.own_weights()
-        assert own["first.weight"] is own["last.weight"]
-        assert {name for name, value in own.items() if isinstance(value, CutTensor)} == set(names)
-        assert described(owned.whole_weights()) == described(None if group.rank() else dict(reference))
-        trained = set(names) - {"frozen"}
-        assert set(owned.trained) == trained
-        assert {each.name for each in owned.owned} == set(names) - {"last.weight"}
-        owned.load_weights(NETS[1].state_dict() | {"_extra_state": "at last", "norm.running_mean": torch.ones(WIDTH)})
-        assert owned.module.told == "at last"
-        expected = dict(NETS[1].state_dict()) | {"_extra_state": "at last", "norm.running_mean": torch.ones(WIDTH)}
-        assert described(owned.whole_weights()) == described(None if group.rank() else expected)
-        owned.reduction.close()
-
-    on_thread_world(2, check)
-
-
 def test_blocks_are_freed_after_a_forward_and_what_is_outside_of_them_is_not() -> None:
     def check(group: Any) -> None:
         owned = owns(group)
@@ -131,30 +78,12 @@ def test_blocks_are_freed_after_a_forward_and_what_is_outside_of_them_is_not() -
             module(inputs())
         assert not isinstance(module.row, DTensor)
         assert all(isinstance(layer.weight, DTensor) for layer in module.layers)
+        own, described = owned.own_weights(), owned.described_weights()
+        assert own["first.weight"] is own["last.weight"], "tied weights are saved once"
+        assert list(described) == list(NETS[0].state_dict())
+        for theirs in described.values():
+            assert theirs.untyped_storage().nbytes() <= theirs.element_size(), "no memory for what is described"
         owned.reduction.close()
-
-    on_thread_world(2, check)
-
-
-def test_a_forward_that_writes_to_what_is_freed_is_refused() -> None:
-    def check(group: Any) -> None:
-        owned = owns(group)
-        module, reduction = owned.module, owned.reduction
-        assert isinstance(module, Net)
-        module.layers[1].writes = True  # type: ignore[assignment]
-
-        def alone() -> None:
-            with owned.forward_alone(), torch.no_grad():
-                module(inputs())
-
-        def trained() -> None:
-            reduction.begin(4)
-            with reduction.micro_batch(reduction.share[0]):
-                module(inputs()).sum().backward()
-
-        assert "forward changes the parameter layers.1.weight" in message(alone, DependsOnLayout)
-        assert "forward changes the parameter layers.1.weight" in message(trained, DependsOnLayout)
-        reduction.close()
 
     on_thread_world(2, check)
 
