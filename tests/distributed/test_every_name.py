@@ -14,7 +14,7 @@ from ddp_core.observe.metrics import read_metrics
 from tests.support.commands import ddp, train, trained
 
 FILES = Path(__file__).parents[1] / "support" / "experiment_files"
-EVERY_NAME, WHOLE_JOB = str(FILES / "every_name.py"), str(FILES / "whole_job.py")
+EVERY_NAME = str(FILES / "every_name.py")
 
 
 def facts(record: dict[str, Any]) -> tuple[Any, ...]:
@@ -81,16 +81,3 @@ def test_a_resume_on_two_replicas_ends_with_the_same_bits(alone: Path, tmp_path:
     record = train(tmp_path, *words, "--layout", "dp", "--nproc-per-node", "2")
     assert facts(record) == facts(trained(alone)[1])
     assert [entry["step"] for entry in read_metrics(trained(tmp_path)[0].metrics, "resume")] == [9]
-
-
-@pytest.mark.slow
-def test_a_whole_job_ends_with_the_same_bits_on_five_layouts(tmp_path: Path) -> None:
-    words = [WHOLE_JOB, "--data-dir", str(tmp_path / "data")]
-    expected = facts(train(tmp_path / "single", *words))
-    assert facts(train(tmp_path / "dp", *words, "--layout", "dp", "--nproc-per-node", "2")) == expected
-    for ranks in (2, 3):
-        assert facts(train(tmp_path / f"ddp-{ranks}", *words, ranks=ranks)) == expected
-    words += ["--checkpoint-every", "4", "--resume", "auto", "--output", str(tmp_path / "killed"), "--device", "cpu"]
-    killed = ddp("train", *words, "--layout", "ddp", "--max-restarts", "0", "--fault", "kill@17")
-    assert killed.code == 6
-    assert facts(train(tmp_path / "killed", *words, "--layout", "dp", "--nproc-per-node", "3")) == expected

@@ -100,15 +100,6 @@ class Net(Net):
     def forward(self, inputs):
         return self.b(torch.relu(self.a(inputs) + self.c(inputs)))
 """,
-    "a view of a weight": """
-class Net(Net):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("row", self.a.weight.detach()[0])
-
-    def forward(self, inputs):
-        return self.b(torch.relu(self.a(inputs)) * self.row.sum())
-""",
     "one number for a buffer": """
 class Net(Net):
     def __init__(self):
@@ -132,8 +123,6 @@ REFUSED = {
     ("after a forward of its own", "parameters"): "was changed outside of forward where nothing keeps it",
     ("two parameters, one memory", "optimizer"): f"a.weight and c.weight {SHARED}",
     ("two parameters, one memory", "parameters"): f"a.weight and c.weight {SHARED}",
-    ("a view of a weight", "optimizer"): SHARED,
-    ("a view of a weight", "parameters"): SHARED,
     ("one number for a parameter", "optimizer"): "scale: one number of a parameter stands for several elements",
     ("one number for a parameter", "none"): "scale: one number of a parameter stands for several elements",
 }
@@ -143,7 +132,6 @@ CASES = [
     *(("a clamp after each step", shard) for shard in ("optimizer", "parameters")),
     ("a callback", "parameters"),
     ("two parameters, one memory", "none"),
-    ("a view of a weight", "none"),
     *(("one number for a buffer", shard) for shard in ("none", "optimizer", "parameters")),
 ]
 

@@ -50,20 +50,6 @@ def test_weights_and_statistics_follow_the_definition_and_other_buffers_are_copi
     assert module.one.weight is not model.one.weight
 
 
-def test_its_state_continues_elsewhere() -> None:
-    models = [nn.Linear(2, 2) for _ in range(4)]
-    whole = WeightAverage(models[0], DECAY)
-    for model in models:
-        whole.update_parameters(model)
-    first, second = WeightAverage(models[0], DECAY), WeightAverage(models[3], DECAY)
-    for model in models[:2]:
-        first.update_parameters(model)
-    second.load_state_dict(first.state_dict())
-    for model in models[2:]:
-        second.update_parameters(model)
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
-
-
 def test_frozen_parameters_of_whole_numbers_are_copied() -> None:
     for with_weights_first in (True, False):
         model = nn.Module()

@@ -281,12 +281,15 @@ class Stored(nn.Module):
         state["reshaped"] = state["reshaped"].view(1, 2)
 
 
-def test_weights_that_a_state_dict_leaves_out_or_reshapes_go_out_as_they_are() -> None:
+def test_weights_that_are_tied_left_out_or_reshaped_go_out_as_they_are() -> None:
     def weights(group: Any) -> None:
         other = Stored()
         kept = OwnsPieces(other, optimizer(other), 2, process_group=group).own_weights()
         assert isinstance(kept["usual"], CutTensor)
         assert kept["reshaped"].tolist() == [[0.0, 1.0]]
+        made = copy.deepcopy(net())
+        tied = OwnsPieces(made, optimizer(made), 2, process_group=group).own_weights()
+        assert tied["again.weight"] is tied["first.weight"], "saved once"
 
     on_thread_world(2, weights)
 

@@ -34,7 +34,7 @@ from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepObserver
 from ddp_core.sampler import GlobalOrder
-from ddp_core.trainers import Job, RunAccess, Trainer, Trial, build_trainer, data_parallel
+from ddp_core.trainers import Job, RunAccess, Trainer, Trial, build_trainer
 from ddp_core.trainers.passes import InPrecision, Passes
 from tests.core.live.test_collectives import a_member
 
@@ -182,18 +182,6 @@ def test_threads_end_with_the_bits_of_one_process(count: int, last_batch: str) -
     details: dict[str, Any] = {"train": samples(70)}
     alone = finished(record, batch_norm_and_dropout, **details)
     together = finished(record, batch_norm_and_dropout, Layout(kind="dp", nproc_per_node=count), **details)
-    assert digests(together) == digests(alone)
-
-
-def test_replicas_may_have_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU with a number is another device for all but torch itself."""
-    record, layout = experiment(reduction="exact", precision="bf16"), Layout(kind="dp", nproc_per_node=3)
-    alone = finished(record, batch_norm_and_dropout)
-    monkeypatch.setattr(data_parallel, "_device_of", lambda job, number: torch.device("cpu", number))
-    with trainer_of(record, batch_norm_and_dropout, layout) as together:
-        assert isinstance(together.strategy, data_parallel.DataParallelStrategy)
-        assert len({id(replica.passes) for replica in together.strategy.replicas}) == 3
-        together.train()
     assert digests(together) == digests(alone)
 
 
