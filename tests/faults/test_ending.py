@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,10 +11,10 @@ from pathlib import Path
 
 import psutil
 
-from ddp_core.base.platforms import boot_id
 from ddp_core.distributed.processes import await_processes, end_processes, state_of
 from ddp_core.distributed.world import World
 from ddp_core.observe.heartbeat import name_lost_peer, renew_heartbeat
+from tests.core.observe.test_heartbeat import beat
 from tests.support.commands import wait_until
 from tests.support.processes import HANG
 
@@ -64,18 +62,11 @@ def test_what_a_dead_worker_leaves_in_its_group_goes_with_it() -> None:
     wait_until(lambda: state_of(left) == "gone", HANG, "the group is empty")
 
 
-def beat(directory: Path, rank: int, **fields: object) -> None:
-    (directory / "heartbeats").mkdir(exist_ok=True)
-    known = {"rank": rank, "node_rank": rank, "host": "elsewhere", "address": f"10.0.0.{rank}", "pid": 1, "step": 7}
-    content = known | {"boot": boot_id(), "monotonic": time.monotonic(), "time": 0.0} | fields
-    (directory / "heartbeats" / f"rank-{rank}.json").write_text(json.dumps(content))
-
-
 def test_a_dead_process_of_this_host_is_named(tmp_path: Path) -> None:
     gone = start("print(1, flush=True)")
     gone.wait()
-    beat(tmp_path, 1, host=socket.gethostname(), pid=gone.pid)
-    beat(tmp_path, 2, host=socket.gethostname(), pid=os.getpid())
+    beat(tmp_path, 1, pid=gone.pid)
+    beat(tmp_path, 2)
     assert name_lost_peer(tmp_path, World(0, 3), "Connection reset") == "rank 1 (node 1), which is dead,"
 
 
@@ -83,13 +74,13 @@ def test_one_that_noticed_the_loss_and_left_is_not_named(tmp_path: Path) -> None
     gone = [start("print(1, flush=True)") for _ in range(2)]
     for rank, process in enumerate(gone, 1):
         process.wait()
-        beat(tmp_path, rank, host=socket.gethostname(), pid=process.pid)
+        beat(tmp_path, rank, pid=process.pid)
     renew_heartbeat(tmp_path, World(2, 3))
     assert name_lost_peer(tmp_path, World(0, 3), "Connection reset") == "rank 1 (node 1), which is dead,"
 
 
 def test_the_one_at_the_address_of_the_error_is_named(tmp_path: Path) -> None:
-    beat(tmp_path, 1)
-    beat(tmp_path, 2)
+    for rank in (1, 2):
+        beat(tmp_path, rank, host="elsewhere", address=f"10.0.0.{rank}")
     assert name_lost_peer(tmp_path, World(0, 3), "Read error [10.0.0.2]:5002: reset") == "rank 2 (node 2)"
     assert name_lost_peer(tmp_path, World(0, 3), "no address") == "a peer"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -126,13 +125,6 @@ def test_the_others_go_on(tmp_path: Path, ends: Ends, scenario: Scenario) -> Non
 
 
 @pytest.mark.slow
-def test_all_are_lost_and_start_again(tmp_path: Path, ends: Ends) -> None:
-    kills = ["0.0 update 10", "1.0 update 10", "2.0 update 10"]
-    ended = train(tmp_path, kills)
-    check_end(tmp_path, ended, ends)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kill", ["1.0 forward 20", "0.0 evaluation 5"])
 def test_a_worker_that_hangs_is_replaced(tmp_path: Path, ends: Ends, kill: str) -> None:
     ended = train(tmp_path, [kill], "--timeout", "3", env={"STRUCK_HANGS": "yes"})
@@ -140,26 +132,6 @@ def test_a_worker_that_hangs_is_replaced(tmp_path: Path, ends: Ends, kill: str) 
     assert f"rank {kill[0]} (node 0) has not come to the others for 3 s; it is killed now" in ended.errors
     assert ended.errors.count("was killed (SIGKILL); the others go on") == 1
     assert "no step repeated" in ended.output
-
-
-@pytest.mark.slow
-def test_survivors_keep_their_processes_and_a_new_one_joins(tmp_path: Path) -> None:
-    longer = ["--set", "epochs=60"]
-    digest = undisturbed(tmp_path / "alone", *longer)
-    watch, words = Watch(tmp_path / "live"), ["--recovery", "live", "--timeout", "5", *longer]
-    with Launch(*train_words(watch.output, *words, ranks=3), pause=0.004) as launch:
-        watch.wait_for_step(10)
-        before = {rank: process.pid for rank, process in launch.workers().items()}
-        launch.workers()[0].kill()
-        wait_until(lambda: "3 ranks go on" in launch.output(), HANG, "a new worker has joined")
-        after = {rank: process.pid for rank, process in launch.workers().items()}
-        launch.workers()[2].send_signal(signal.SIGSTOP)
-        ended = launch.wait()
-    assert ended.code == 0, ended.errors
-    assert {rank: after[rank] for rank in (1, 2)} == {rank: before[rank] for rank in (1, 2)}
-    assert after[0] != before[0]
-    assert "2 ranks go on" in ended.output
-    check_aftermath(watch.output, digest, 480)
 
 
 HEAD = "from ddp_core import Callback\nfrom ddp_core.observe.step import StepObserver\n\n\n"

@@ -30,15 +30,16 @@ TWO_DAYS = 2 * 86400.0
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     run = tmp_path / "digits" / "a-run"
-    (run / "heartbeats").mkdir(parents=True)
+    run.mkdir(parents=True)
     return run
 
 
-def beat(run: Path, rank: int, age: float, **fields: object) -> Path:
+def beat(run: Path, rank: int, age: float = 0.0, **fields: object) -> Path:
     """The file of a heartbeat that was written `age` seconds ago, by the clocks of this machine but for `fields`."""
     known = {"rank": rank, "node_rank": rank, "host": socket.gethostname(), "address": "10.0.0.1", "pid": os.getpid()}
     clocks = {"time": time.time() - age, "boot": boot_id(), "monotonic": time.monotonic() - age}
     path = run / "heartbeats" / f"rank-{rank}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(known | {"step": 7} | clocks | fields))
     return path
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -13,25 +11,22 @@ import torch
 import torch.distributed as dist
 
 from ddp_core.base.errors import ExitCode
-from ddp_core.base.platforms import boot_id
 from ddp_core.base.torch_internals import TorchDispatchMode
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.observe import lost_peers
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost, short_message
+from tests.core.observe.test_heartbeat import beat
 
 
 def test_ranks_that_wait_in_vain_name_the_silent_one_and_not_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lost_peers, "_RENEWING_SECONDS", 0.3)
-    (tmp_path / "heartbeats").mkdir()
     # A rank writes its heartbeat at most once a second. So the paused rank 0 may have the youngest of the three.
     for rank, age in ((0, 10.2), (1, 10.5), (2, 10.9)):
-        beat = {"rank": rank, "node_rank": rank, "host": f"host-{rank}", "address": "10.0.0.1", "pid": 1, "step": 7}
-        text = json.dumps(beat | {"boot": boot_id(), "monotonic": time.monotonic() - age, "time": 0.0})
-        (tmp_path / "heartbeats" / f"rank-{rank}.json").write_text(text)
+        beat(tmp_path, rank, age, host=f"host-{rank}", pid=1, time=0.0)
     said: dict[int, str] = {}
 
     def lose(rank: int) -> None:

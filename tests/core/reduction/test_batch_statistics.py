@@ -85,6 +85,19 @@ def test_a_layer_counts_once_however_often_it_is_called_and_not_where_it_is_not(
         statistics.finish(torch.cat([torch.zeros(12), torch.ones(2)]))
 
 
+def test_micro_batches_count_by_their_weights() -> None:
+    layer = nn.BatchNorm1d(3)
+    statistics = BatchStatistics(layer)
+    statistics.begin()
+    taken = []
+    for seed, weight in ((0, 5), (1, 3)):
+        layer(rows(seed))
+        taken.append(statistics.take(weight))
+    statistics.finish(taken[0] + taken[1])
+    mean = (5 * rows(0).mean(0) + 3 * rows(1).mean(0)) / 8
+    torch.testing.assert_close(layer.running_mean, 0.1 * mean)
+
+
 class Foreign(nn.BatchNorm1d):
     """A forward of its own, which puts other tensors in the place of the buffers."""
 

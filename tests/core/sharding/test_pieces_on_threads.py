@@ -169,6 +169,32 @@ def test_one_rank_alone_exchanges_nothing(shares: Dealt, group: Any) -> None:
     check([train(shares, optimizer, group)], optimizer)
 
 
+class Tiny(nn.Module):
+    """Fewer elements than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def loss(self, step: int, index: int) -> Tensor:
+        """Of one micro-batch."""
+        return (self.weight * (index + 0.1 * step)).square().sum()
+
+
+@pytest.mark.parametrize("shares", ["contiguous", "strided"])
+def test_ranks_may_own_nothing(shares: Dealt) -> None:
+    def train_tiny(group: Any) -> list[Any]:
+        made = Tiny()
+        updates = optimizer(made)
+        how: dict[str, Any] = {"process_group": group, "shares": shares}
+        return trained(made, updates, OwnsPieces(made, updates, max(STEPS), **how) if group else None)
+
+    alone, ranks = train_tiny(None), on_thread_world(3, train_tiny)
+    for rank in ranks:
+        assert list(map(bits, rank[:-1])) == list(map(bits, alone[:-1]))
+    assert bits(ranks[0][-1]) == bits(alone[-1])
+
+
 def refused(make: Callable[[Any], Any]) -> list[str]:
     """What two ranks are told that make OwnsPieces with other arguments, or train with them."""
 
@@ -208,22 +234,25 @@ def test_ranks_that_do_not_fit_together_are_refused() -> None:
 
 def test_sums_are_made_as_the_nodes_lie_and_wait_as_they_were_told() -> None:
     def told(make: Callable[..., Any], group: Any) -> Any:
-        reduction = make(process_group=group, timeout=timedelta(seconds=9), node=group.rank() // 2)
+        made = make(process_group=group, timeout=timedelta(seconds=9), node=group.rank() // 2)
+        reduction = getattr(made, "reduction", made)
         own, groups = reduction._channel.group, reduction._channel.ordered_sum.groups
         reduction.close()
-        return own.asked, groups
+        return own.asked, groups, type(getattr(made, "_parts", None)).__name__
 
     def owns(shares: Dealt, **how: Any) -> Any:
         made = copy.deepcopy(LAYER)
-        return OwnsPieces(made, optimizer(made), 4, shares=shares, **how).reduction
+        return OwnsPieces(made, optimizer(made), 4, shares=shares, **how)
 
     def whole(shares: Dealt, **how: Any) -> Any:
         return ExactReduction(copy.deepcopy(LAYER), 4, shares=shares, **how)
 
     expected = (torch.device("cpu"), timedelta(seconds=9)), ((0, 1), (2, 3))
-    for make, shares in itertools.product((owns, whole), ("contiguous", "strided")):
+    for (make, parts), shares in itertools.product(
+        ((owns, "PartsInTwoLevels"), (whole, "NoneType")), ("contiguous", "strided")
+    ):
         found = on_thread_world(4, functools.partial(told, functools.partial(make, shares)))
-        assert found == [expected] * 4, (make, shares)
+        assert found == [(*expected, parts)] * 4, (make, shares)
 
 
 @pytest.mark.parametrize("shares", ["contiguous", "strided"])

@@ -43,7 +43,8 @@ class Net(nn.Module):
         self.layers[1].bias.requires_grad_(False)
         self.layers[3].requires_grad_(False)
         self.signs, self.unused = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
-        self.head = nn.Linear(37, 2, dtype=dtype)
+        # Of several blocks of the norm, which ranks cut within.
+        self.head = nn.Linear(37, 60, dtype=dtype)
         self.register_buffer("steps", torch.zeros((), dtype=dtype))
 
     def forward(self, rows: Tensor, index: int) -> Tensor:
