@@ -286,7 +286,8 @@ def fail_on_one_rank(rank: int, world_size: int, where: str, shares: Shares, nod
     dist.init_process_group("gloo")
     net, node = ConvolutionalNet(), rank * nodes // world_size
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    module, owned = wrap(net, bucket_cap_mb=0.0005), None
+    module: nn.Module = wrap(net, bucket_cap_mb=0.0005)
+    owned: OwnsPieces | None = None
     if nodes > 1:
         PointToPoint.one_round_bytes = -1
     if is_cut:
