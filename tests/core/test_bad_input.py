@@ -135,13 +135,6 @@ def test_what_all_workers_find_is_said_once(mode: str, files: Path, tmp_path: Pa
     refuse("model raises", mode, files, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CASES)
-def test_every_case_in_every_mode(name: str, mode: str, files: Path, tmp_path: Path) -> None:
-    refuse(name, mode, files, tmp_path)
-
-
 def test_a_batch_that_does_not_divide_among_ranks_names_the_nearest_that_do(tmp_path: Path) -> None:
     words = ["toy_mlp", "--reduction", "plain", "--set", "micro_batch=null", "--layout", "ddp", "--nproc-per-node", "3"]
     ended = ddp("train", *words, "--device", "cpu", "--output", tmp_path)
@@ -175,17 +168,6 @@ def test_a_checkpoint_of_another_experiment_is_refused(mode: str, tmp_path: Path
     assert checkpoints.items() <= before.items()
     assert directory.read()["experiment"] == record["experiment"], "the run's own record was taken over"
     record_row(12, "another experiment: 3, 'seed 0 there, 1 here'; the run and its checkpoints are left as they were")
-
-
-def test_a_completed_run_is_not_trained_on(tmp_path: Path) -> None:
-    first = train(tmp_path, "toy_mlp")
-    directory, _ = trained(tmp_path)
-    ended = ddp("train", "toy_mlp", "--device", "cpu", "--resume", directory.path, "--output", tmp_path)
-    record = trained(tmp_path)[1]
-    assert record["status"] == "completed"
-    assert record["weights_sha256"] == first["weights_sha256"]
-    assert ended.code in (0, 2)
-    assert "Traceback" not in ended.errors
 
 
 @pytest.mark.parametrize(

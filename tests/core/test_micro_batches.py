@@ -32,21 +32,8 @@ class Dealt:
         self.begun.append(micro_batches)
 
 
-class Ids(torch.utils.data.Dataset[int]):
-    """A data set whose samples are their ids."""
-
-    def __init__(self, samples: int = SAMPLES) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def sampler_of(rank: int = 0, world_size: int = 1, **options: Any) -> ElasticSampler:
-    return ElasticSampler(Ids(), world_size, rank, seed=7, **options)
+    return ElasticSampler(range(SAMPLES), world_size, rank, seed=7, **options)
 
 
 def expected(epoch: int, drop_last: bool = False) -> dict[tuple[int, int], list[int]]:
@@ -78,7 +65,7 @@ def test_the_ranks_together_run_each_micro_batch_once(world_size: int, strided: 
     for rank in range(world_size):
         sampler, reduction = sampler_of(rank, world_size, drop_last=drop_last), Dealt(rank, world_size, strided)
         sampler.set_epoch(2)
-        batches = MicroBatches(Ids(), sampler, reduction, SIZE)
+        batches = MicroBatches(range(SAMPLES), sampler, reduction, SIZE)
         assert len(batches) == 5 + (not drop_last)
         mine = passed(batches)
         assert not found.keys() & mine.keys()
@@ -91,7 +78,7 @@ def test_the_ranks_together_run_each_micro_batch_once(world_size: int, strided: 
 
 def test_the_length_is_that_of_the_epoch_wherever_the_sampler_stands() -> None:
     sampler = sampler_of()
-    batches = MicroBatches(Ids(), sampler, Dealt(0, 1, False), SIZE)
+    batches = MicroBatches(range(SAMPLES), sampler, Dealt(0, 1, False), SIZE)
     found = []
     for step in batches:
         found.append((len(batches), batches.remaining))
@@ -110,7 +97,7 @@ def test_a_pass_goes_on_in_mid_epoch_with_another_number_of_ranks(strided: bool)
         samplers = [sampler_of(rank, world_size) for rank in range(world_size)]
         for rank, sampler in enumerate(samplers):
             sampler.load_state_dict(state)
-            found |= passed(MicroBatches(Ids(), sampler, Dealt(rank, world_size, strided), SIZE), steps)
+            found |= passed(MicroBatches(range(SAMPLES), sampler, Dealt(rank, world_size, strided), SIZE), steps)
         assert all(sampler.state_dict() == samplers[0].state_dict() for sampler in samplers)
         state = samplers[0].state_dict()
     assert found == expected(0)
@@ -118,7 +105,7 @@ def test_a_pass_goes_on_in_mid_epoch_with_another_number_of_ranks(strided: bool)
 
 def test_worker_processes_change_nothing_and_the_position_does_not_run_ahead() -> None:
     sampler, alone = sampler_of(), Dealt(0, 1, False)
-    batches = MicroBatches(Ids(), sampler, alone, SIZE, num_workers=2, collate_fn=torch.tensor)
+    batches = MicroBatches(range(SAMPLES), sampler, alone, SIZE, num_workers=2, collate_fn=torch.tensor)
     for epoch in range(2):
         sampler.set_epoch(epoch)
         assert passed(batches) == expected(epoch)
@@ -135,9 +122,9 @@ def test_each_micro_batch_has_random_numbers_of_its_own_on_every_layout() -> Non
     def numbers(world_size: int, epoch: int = 0, seed: int = 7) -> dict[tuple[int, int], float]:
         found = {}
         for rank in range(world_size):
-            sampler = ElasticSampler(Ids(), 1, 0, seed=seed)
+            sampler = ElasticSampler(range(SAMPLES), 1, 0, seed=seed)
             sampler.set_epoch(epoch)
-            for step in MicroBatches(Ids(), sampler, Dealt(rank, world_size, True), SIZE):
+            for step in MicroBatches(range(SAMPLES), sampler, Dealt(rank, world_size, True), SIZE):
                 found |= {(step.first, index): torch.rand(()).item() for index, _ in step}
         return found
 
@@ -147,7 +134,7 @@ def test_each_micro_batch_has_random_numbers_of_its_own_on_every_layout() -> Non
     everywhere = [*numbers(1).values(), *numbers(1, epoch=1).values(), *numbers(1, seed=8).values()]
     assert len(set(everywhere)) == len(everywhere) == 3 * len(numbers(1))
     before = torch.random.get_rng_state()
-    for step in MicroBatches(Ids(), sampler_of(), Dealt(0, 1, True), SIZE, keyed_random=False):
+    for step in MicroBatches(range(SAMPLES), sampler_of(), Dealt(0, 1, True), SIZE, keyed_random=False):
         assert [index for index, _ in step] == list(range(step.micro_batches))
     assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -157,7 +144,7 @@ def test_another_pass_over_a_step_begins_it_anew_with_other_random_numbers_on_ev
         found = {}
         for rank in range(world_size):
             sampler, dealt = sampler_of(), Dealt(rank, world_size, False)
-            for step in MicroBatches(Ids(), sampler, dealt, SIZE):
+            for step in MicroBatches(range(SAMPLES), sampler, dealt, SIZE):
                 kept = list(step)
                 for again in (1, 2):
                     parts = step.again(kept)
@@ -171,7 +158,7 @@ def test_another_pass_over_a_step_begins_it_anew_with_other_random_numbers_on_ev
 
 
 def test_a_step_that_is_skipped_left_early_or_run_twice_is_named() -> None:
-    batches = MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), SIZE)
+    batches = MicroBatches(range(SAMPLES), sampler_of(), Dealt(0, 1, False), SIZE)
     first, second = itertools.islice(batches, 2)
     with refusing(RuntimeError):
         next(iter(second))
@@ -184,7 +171,7 @@ def test_a_step_that_is_skipped_left_early_or_run_twice_is_named() -> None:
 
 def test_an_epoch_that_was_trained_is_not_passed_over_in_silence() -> None:
     sampler = sampler_of()
-    batches = MicroBatches(Ids(), sampler, Dealt(0, 1, False), SIZE)
+    batches = MicroBatches(range(SAMPLES), sampler, Dealt(0, 1, False), SIZE)
     passed(batches)
     with pytest.raises(RuntimeError, match=r"call sampler.set_epoch\(1\)"):
         iter(batches)
@@ -192,17 +179,17 @@ def test_an_epoch_that_was_trained_is_not_passed_over_in_silence() -> None:
     assert passed(batches) == expected(1)
     resumed = sampler_of()  # from a state that was saved after the last step of an epoch
     resumed.load_state_dict(sampler.state_dict())
-    assert passed(MicroBatches(Ids(), resumed, Dealt(0, 1, False), SIZE)) == {}
+    assert passed(MicroBatches(range(SAMPLES), resumed, Dealt(0, 1, False), SIZE)) == {}
 
 
 def test_what_does_not_fit_is_refused() -> None:
     with refusing(ValueError):
-        MicroBatches(Ids(100), sampler_of(), Dealt(0, 1, False), SIZE)
+        MicroBatches(range(100), sampler_of(), Dealt(0, 1, False), SIZE)
     with refusing(ValueError):
-        MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), 0)
-    assert len(MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), 1)) == 21
+        MicroBatches(range(SAMPLES), sampler_of(), Dealt(0, 1, False), 0)
+    assert len(MicroBatches(range(SAMPLES), sampler_of(), Dealt(0, 1, False), 1)) == 21
     with refusing(ValueError):
-        MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), SIZE, shuffle=True)
+        MicroBatches(range(SAMPLES), sampler_of(), Dealt(0, 1, False), SIZE, shuffle=True)
 
 
 def test_an_exact_reduction_is_fed_also_in_an_incomplete_step() -> None:

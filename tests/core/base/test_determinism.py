@@ -134,22 +134,6 @@ def test_a_samples_numbers_depend_on_seed_epoch_and_id_alone(seed: int, epoch: i
             assert together[row, draw] == (word >> 11) / 2**53
 
 
-def test_numbers_are_uniform_and_unrelated() -> None:
-    count, bins = 100_000, 100
-    here = sample_uniforms(3, 1, np.arange(count), 4)
-    for column in here.T:
-        observed = np.histogram(column, bins=bins, range=(0, 1))[0]
-        chi_square = ((observed - count / bins) ** 2 / (count / bins)).sum()
-        # With 99 degrees of freedom, one value in a million is below 41 or above 183.
-        assert 41 < chi_square < 183
-    others = [sample_uniforms(3, 2, np.arange(count), 4), sample_uniforms(4, 1, np.arange(count), 4)]
-    pairs = [here, *others, sample_uniforms(3, 1, np.arange(1, count + 1), 4)]
-    columns = np.concatenate([pairs[0], pairs[1], pairs[2], pairs[3]], axis=1)
-    correlation = np.corrcoef(columns.T) - np.eye(columns.shape[1])
-    # The bound is five standard errors of a correlation, 0.0032 each.
-    assert abs(correlation).max() < 0.016
-
-
 def test_a_micro_batch_has_its_own_numbers_at_every_time() -> None:
     seed = MicroBatchSeed(7, torch.device("cpu"))
     seed(5, 2)
@@ -193,18 +177,6 @@ def test_replicas_in_threads_draw_what_one_process_draws(name: str) -> None:
         found = draw()
     assert torch.equal(found, expected)
     assert torch.equal(torch.get_rng_state(), before), "the shared generator was touched"
-
-
-def test_a_model_that_draws_later_is_keyed_too() -> None:
-    random, drop = KeyedRandom(1, CPU), nn.Dropout(0.5)
-    with random.micro_batch(0, 0):
-        nn.Linear(2, 2)(torch.ones(1, 2))
-    found = []
-    for _ in range(2):
-        torch.rand(3)  # another replica's draw from the shared generator
-        with random.micro_batch(0, 1):
-            found.append(drop(torch.ones(64)))
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

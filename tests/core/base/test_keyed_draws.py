@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_core.base.keyed_draws import key_draws, seed_draws, watch_draws, without_key
+from ddp_core.base.keyed_draws import key_draws, watch_draws, without_key
 from ddp_core.base.own_generator import OwnGenerator
 from ddp_core.base.seeds import generators_kept
 from tests.support.processes import ask
@@ -158,26 +158,6 @@ def test_what_was_drawn_before_goes_on_afterwards(key_before: int | None) -> Non
                 everything()
         found.append((random.random(), np.random.rand()))
         assert found == expected
-
-
-def unseeded() -> list[tuple[float, float]]:
-    watch_draws()
-    found = []
-    for _ in range(2):
-        seed_draws(7)
-        found.append((random.random(), np.random.rand()))
-    for _ in range(2):
-        np.random.seed(1)
-        seed_draws(7)
-        found.append((random.random(), np.random.rand()))
-        key_draws(KEY)  # from here on in the stream of a key
-    return found
-
-
-def test_what_nobody_has_seeded_can_be_seeded() -> None:
-    first, second, *chosen = ask(unseeded)
-    assert first == second
-    assert chosen == [(first[0], np.random.RandomState(1).rand())] * 2
 
 
 def test_a_generator_can_still_be_copied_and_pickled() -> None:

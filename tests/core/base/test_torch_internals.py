@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import os
 import re
-import signal
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
@@ -18,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, api
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base import torch_internals, torch_names
@@ -84,46 +83,6 @@ def test_the_agent_has_the_methods_that_ours_overrides(name: str) -> None:
         assert any(name in caller.__code__.co_names for caller in callers), "torch does not call it"
 
 
-def remaining_restarts(_: int, __: int, place: str) -> None:
-    starts = []
-
-    def start(usual: Callable[..., Any], **given: Any) -> Any:
-        starts.append(given)
-        return usual(**given)
-
-    with agent(Path(place), "/bin/false") as ours, torch_internals.starting_workers_by(start):
-        assert ours._remaining_restarts == 3
-        ours._remaining_restarts = 0
-        assert ours.run().is_failed()
-    assert len(starts) == 1
-
-
-def pcontext(_: int, __: int, place: str) -> None:
-    with agent(Path(place), "/bin/true") as ours:
-        assert torch_internals.workers_of(ours) == {}
-        ours.run()
-        (worker,) = torch_internals.workers_of(ours).values()
-        assert worker.pid > 0
-        assert worker.poll() == 0
-
-
-def get_subprocess_handler(_: int, __: int, place: str) -> None:
-    asked: list[tuple[object, dict[str, str], set[str]]] = []
-
-    def start(usual: Callable[..., Any], *, args: tuple[str, ...], env: dict[str, str], **others: Any) -> Any:
-        asked.append((args, env, set(others)))
-        return usual(args=args, env=env, **others)
-
-    usual = api.get_subprocess_handler
-    with agent(Path(place), "/bin/true", "word") as ours, torch_internals.starting_workers_by(start):
-        assert ours.run().state == WorkerState.SUCCEEDED
-    ((args, env, others),) = asked
-    assert args == ("word",)
-    assert env["RANK"] == "0"
-    assert {"entrypoint", "stdout", "stderr"} <= others
-    assert api.get_subprocess_handler is usual
-
-
 def stop_heartbeats(_: int, __: int, ___: str) -> None:
     alone = set(threading.enumerate())
     handler = join(Meeting(launch_id="contract"), "127.0.0.1", 60)
@@ -162,37 +121,6 @@ def static_graph(_: int, __: int, ___: str) -> None:
     assert reduced == []
 
 
-def groups(_: int, __: int, ___: str) -> None:
-    replicated()
-    assert (world := dist.group.WORLD) is not None
-    assert torch_internals.timeout_of(world, torch.device("cpu")) == TIMEOUT
-    another = dist.new_group([0])
-    assert torch_internals.process_groups() == [world, another]
-
-
-def metadata(_: int, __: int, ___: str) -> None:
-    state = nn.BatchNorm1d(2).state_dict()
-    versions = torch_internals.module_versions(state)
-    assert versions is not None
-    assert versions[""]["version"] == 2
-    torch_internals.set_module_versions(state, {"": {"version": 1}})
-    # Without a version, torch takes the state for one of an old format, which has no counter of batches.
-    del state["num_batches_tracked"]
-    nn.BatchNorm1d(2).load_state_dict(state)
-
-
-def signals(_: int, __: int, place: str) -> None:
-    os.environ[torch_internals.HANDLED_SIGNALS] = ""
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    with agent(Path(place), "/bin/true") as ours:
-        ours.run()
-    assert before == {number: signal.getsignal(number) for number in signal.valid_signals()}
-    os.environ[torch_internals.HANDLED_SIGNALS] = "SIGUSR1"
-    with agent(Path(place), "/bin/true") as ours:
-        ours.run()
-    assert callable(signal.getsignal(signal.SIGUSR1))
-
-
 def separate_stores(_: int, __: int, place: str) -> None:
     with agent(Path(place)) as ours:
         handler = ours.get_worker_group().spec.rdzv_handler
@@ -212,17 +140,11 @@ def alike_nodes(_: int, __: int, place: str) -> None:
 
 
 CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
-    "_remaining_restarts": remaining_restarts,
-    "_pcontext": pcontext,
-    "get_subprocess_handler": get_subprocess_handler,
     "_stop_heartbeats": stop_heartbeats,
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": separate_stores,
     "TORCH_ELASTIC_WORKER_IDENTICAL": alike_nodes,
-    "TORCHELASTIC_SIGNALS_TO_HANDLE": signals,
     "_rebuild_buckets": rebuild_buckets,
     "_static_graph_delay_allreduce_enqueued": static_graph,
-    "_world": groups,
-    "_metadata": metadata,
 }
 
 

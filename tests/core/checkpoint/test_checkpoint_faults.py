@@ -459,20 +459,6 @@ def test_a_directory_that_cannot_be_made_is_met_before_the_first_step(tmp_path: 
         assert caught.value.exit_code == ExitCode.RESOURCES
 
 
-def test_a_directory_is_made_with_those_above_it(tmp_path: Path) -> None:
-    Fence.take(tmp_path / "of" / "a" / "run").check()
-    Checkpointer(tmp_path / "of" / "another" / "run").save(state_of(1), step=1, epoch=0)
-    assert newest_valid(tmp_path / "of" / "another" / "run") is not None
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_without_permission_is_met_before_the_first_step(tmp_path: Path) -> None:
-    tmp_path.chmod(0o555)
-    with pytest.raises(UserError, match="Permission denied") as caught:
-        Checkpointer(tmp_path)
-    assert caught.value.exit_code == ExitCode.RESOURCES
-
-
 # Row 5: a stale rank 0 that wakes up writes nothing.
 
 
@@ -521,14 +507,6 @@ def test_a_stale_writer_does_not_even_start(tmp_path: Path) -> None:
     assert caught.value.exit_code == ExitCode.PEERS_LOST
     newer.check()
     assert [each.step for each in find_checkpoints(tmp_path)] == [10]
-
-
-def test_any_callable_is_a_fence(tmp_path: Path) -> None:
-    answers = iter([True, True, False])
-    checkpointer = Checkpointer(tmp_path, fence=lambda: next(answers))
-    with pytest.raises(Superseded):
-        checkpointer.save(state_of(10), step=10, epoch=0)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_tokens_only_grow_and_no_two_are_equal(tmp_path: Path) -> None:

@@ -27,16 +27,6 @@ def test_settings_reach_the_run_and_its_record(tmp_path: Path) -> None:
     assert (directory.path / "source" / "toy_mlp.py").read_text() == (ROOT / "experiments" / "toy_mlp.py").read_text()
 
 
-def test_compare_sets_runs_side_by_side(tmp_path: Path) -> None:
-    train(tmp_path / "a", "toy_mlp")
-    train(tmp_path / "b", "toy_mlp", "--layout", "dp", "--nproc-per-node", "2")
-    ended = ddp("compare", tmp_path)
-    assert ended.code == 0
-    assert "single-cpu" in ended.output
-    assert "dp-2-cpu (threads)" in ended.output
-    assert "identical" in ended.output
-
-
 @pytest.mark.slow
 def test_a_rendezvous_answers_and_a_second_one_on_its_port_is_refused() -> None:
     port = free_port()

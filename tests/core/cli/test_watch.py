@@ -26,8 +26,7 @@ from ddp_core.config.layout import Layout
 from ddp_core.observe.metrics import MetricsWriter
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.lock import RunLock
-from tests.support.commands import ROOT, forked, running, wait_until
-from tests.support.processes import HANG
+from tests.support.commands import ROOT
 from tests.support.records import EXPERIMENT, a_record, an_attempt
 from tests.support.wording import refusing
 
@@ -195,19 +194,6 @@ def test_nothing_to_watch_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     with refusing():
         watch_runs(tmp_path / "run", once=False, seconds=10)
-
-
-@pytest.mark.slow
-def test_a_real_run_is_watched_in_a_pipe(tmp_path: Path) -> None:
-    words = ("train", "digits", "--layout", "ddp", "--nproc-per-node", "2", "--device", "cpu", "--output", tmp_path)
-    with forked(*words, "--set", "epochs=2") as training:
-        wait_until(lambda: bool(list(tmp_path.glob("*/*/run.json"))), HANG, "the run has begun")
-        with running("watch", tmp_path, "--every", "0") as watching:
-            assert training.end().code == 0
-            output, errors = watching.communicate(timeout=HANG)
-    assert (watching.returncode, errors) == (0, "")
-    assert "step 44 of 44 (100 %)" in output
-    assert "completed after 44 steps" in output
 
 
 @pytest.mark.parametrize("width", [40, 200])

@@ -73,12 +73,6 @@ def test_json_gives_an_equal_record_with_an_equal_digest_back(original: Experime
     assert again.digest() == original.digest()
 
 
-@settings(deadline=None)
-@given(experiments(), experiments())
-def test_digests_are_equal_exactly_when_experiments_are(one: Experiment, other: Experiment) -> None:
-    assert (one.digest() == other.digest()) == (one == other)
-
-
 @pytest.mark.parametrize(
     "change",
     [

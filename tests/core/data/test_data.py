@@ -91,39 +91,6 @@ def test_the_seed_option_and_nothing_else_changes_synthetic_data() -> None:
         assert DATA[name]().digest != DATA[name](seed=1).digest
 
 
-@pytest.mark.slow
-def test_digits_are_scikit_learns_and_split_alike_in_every_class() -> None:
-    from sklearn.datasets import load_digits
-
-    splits = DATA["digits"]()
-    assert splits.classes == 10
-    train, test = in_memory(splits.train), in_memory(splits.test)
-    assert len(train) + len(test) == 1797
-    published = load_digits()
-    inputs = torch.cat((train.inputs, test.inputs)).flatten(1).mul(16).numpy()
-    targets = torch.cat((train.targets, test.targets)).numpy()
-    ours = sorted((int(target), row.tobytes()) for target, row in zip(targets, inputs.astype(np.uint8), strict=True))
-    theirs = sorted(
-        (int(target), row.tobytes())
-        for target, row in zip(published.target, published.data.astype(np.uint8), strict=True)
-    )
-    assert ours == theirs
-    share = torch.bincount(test.targets) / torch.bincount(torch.from_numpy(targets))
-    assert float((share - 0.2).abs().max()) < 0.004
-    for wrong in (0.0, 1.0):
-        with pytest.raises(UserError, match="test_share"):
-            DATA["digits"](test_share=wrong)
-
-
-def test_linear_data_lies_on_its_line_up_to_the_noise() -> None:
-    splits = DATA["linear_data"]()
-    train, test = in_memory(splits.train), in_memory(splits.test)
-    assert (len(train), len(test)) == (10_000, 2_000)
-    residual = train.targets - (2 * train.inputs + 3)
-    assert abs(float(residual.std()) - 0.1) < 0.003
-    assert abs(float(residual.mean())) < 0.004
-
-
 def test_characters_are_followed_by_their_targets() -> None:
     splits = DATA["characters"](length=20, stride=7)
     train, test = in_memory(splits.train), in_memory(splits.test)
@@ -151,6 +118,12 @@ def test_a_book_that_is_not_as_it_came_is_refused(damage: str, tmp_path: Path, m
 def test_characters_need_room_for_a_sample(options: dict[str, float]) -> None:
     with refusing():
         DATA["characters"](**options)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_digits_are_split_in_two(share: float) -> None:
+    with pytest.raises(UserError, match="test_share"):
+        DATA["digits"](test_share=share)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from PIL import Image, ImageOps
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data.image_folder import image_folder
 from ddp_core.data.loader import Loader
-from tests.support.commands import train
 from tests.support.wording import refusing
 
 CLASSES = ("ants", "bees", "cats")
@@ -129,35 +128,3 @@ def test_a_file_of_more_than_8_bits_is_refused(dtype: Any, tmp_path: Path) -> No
     Image.fromarray(pixels.astype(dtype)).save(wide, "PNG" if dtype == np.uint16 else "TIFF")
     with refusing():
         splits.train[4]
-
-
-EXPERIMENT = '''"""Are image files decoded alike everywhere?"""
-from ddp_core.config.experiment import Component, Experiment
-
-experiment = Experiment(
-    name="photographs",
-    model=Component(name="small_cnn", options={"width": 4, "image_size": 16, "channels": 3, "classes": 3}),
-    data=Component(name="image_folder", options={"folder": "mine", "image_size": 16, "test_share": 0.2}),
-    global_batch_size=12, micro_batch=3, epochs=2,
-)
-'''
-
-
-@pytest.fixture(scope="module")
-def photographs(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """The words that train on image files."""
-    folder = tmp_path_factory.mktemp("photographs")
-    write_images(folder / "mine")
-    (folder / "photographs.py").write_text(EXPERIMENT)
-    return [folder / "photographs.py", "--data-dir", folder]
-
-
-@pytest.mark.slow
-def test_workers_and_ranks_change_nothing(photographs: list[Any], tmp_path: Path) -> None:
-    records = [
-        train(tmp_path / f"{workers}{ranks}", *photographs, "--workers", workers, ranks=ranks)
-        for workers, ranks in (("0", 0), ("2", 0), ("0", 2), ("2", 2))
-    ]
-    assert len({record["weights_sha256"] for record in records}) == 1
-    assert len({record["result"]["test_loss"] for record in records}) == 1
-    assert records[0]["environment"]["packages"]["pillow"]

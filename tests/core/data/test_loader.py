@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,15 @@ class WholeBatch(OneByOne):
         return ids[:, None].expand(-1, 3).float(), ids % 7
 
 
-class NotPairs(OneByOne):
-    def __getitem__(self, index: int) -> Any:
-        return np.zeros(3)
+class Made(OneByOne):
+    """A data set whose samples a function makes."""
 
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.make = make
 
-class Uneven(OneByOne):
     def __getitem__(self, index: int) -> Any:
-        return np.zeros(index), index
+        return self.make(index)
 
 
 class Trees(OneByOne):
@@ -89,18 +90,6 @@ class Lengths(OneByOne):
 class ManyLengths(Lengths):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         return [self[index] for index in indices]
-
-
-class Failing(OneByOne):
-    def __getitem__(self, index: int) -> Any:
-        raise KeyError(f"sample {index} is broken")
-
-
-class Where(OneByOne):
-    """A data set that tells which process made a sample."""
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return np.full(3, index, dtype=np.float32), os.getpid()
 
 
 def images(count: int = 40) -> InMemory:
@@ -139,8 +128,8 @@ def test_a_subset_of_ours_and_bytes_work_too() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_of_the_wrong_form_are_explained_in_one_line(workers: int) -> None:
     for dataset, expected in (
-        (NotPairs(), r"NotPairs: sample 2 is a ndarray.*\(inputs, targets\).*collate\(samples\)"),
-        (Uneven(), r"Uneven: samples \[2, 3\] cannot be put together.*collate"),
+        (Made(lambda index: np.zeros(3)), r"Made: sample 2 is a ndarray.*\(inputs, targets\).*collate\(samples\)"),
+        (Made(lambda index: (np.zeros(index), index)), r"Made: samples \[2, 3\] cannot be put together.*collate"),
         (Trees(strange=3), r"samples 2 and 3 are built differently: \(inputs, targets\)\[0\] is a dict with the keys"),
     ):
         with pytest.raises(UserError, match=expected) as failure:
@@ -253,7 +242,7 @@ def test_every_micro_batch_is_its_own_aligned_memory(workers: int) -> None:
 
 
 def test_workers_do_the_work_and_end_when_the_stream_is_closed_early() -> None:
-    stream = Loader(Where(), workers=2).stream(requests(20))
+    stream = Loader(Made(lambda index: (index, os.getpid())), workers=2).stream(requests(20))
     [_, makers], *_ = next(stream)
     assert os.getpid() not in makers.tolist()
     assert len(multiprocessing.active_children()) == 2
@@ -295,25 +284,9 @@ def test_a_worker_that_hangs_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_what_fails_in_a_worker_is_raised_here() -> None:
-    with pytest.raises(KeyError, match="is broken"):
-        list(Loader(Failing(), workers=1).stream(requests()))
+    with pytest.raises(KeyError, match="7"):
+        list(Loader(Made(lambda index: {}[7]), workers=1).stream(requests()))
     assert not multiprocessing.active_children()
-
-
-def test_user_files_are_read_in_workers(tmp_path: Path) -> None:
-    """A data set that reads a file per sample, as those of many users do."""
-    for index in range(40):
-        np.save(tmp_path / f"{index}.npy", np.full(2, index, dtype=np.float32))
-
-    class Files(OneByOne):
-        def __getitem__(self, index: int) -> tuple[Any, int]:
-            return np.load(tmp_path / f"{index}.npy"), index
-
-    steps = list(Loader(Files(), workers=2).stream(requests()))
-    for step, (_, micro_batches) in zip(steps, requests(), strict=True):
-        for (inputs, targets), ids in zip(step, micro_batches, strict=True):
-            assert targets.tolist() == ids.tolist()
-            assert inputs[:, 0].tolist() == ids.tolist()
 
 
 class RunsOut(OneByOne):

@@ -45,17 +45,6 @@ def test_the_common_data_sets_work_alone(dataset: Any) -> None:
     assert targets.tolist() == [7, 2]
 
 
-def test_torchvisions_data_sets_work() -> None:
-    from ddp_core.base.torchvision_import import import_torchvision
-
-    to_tensor = import_torchvision("transforms").functional.to_tensor
-    images = import_torchvision("datasets").FakeData(8, (3, 5, 4), transform=to_tensor)
-    inputs, targets = Loader(as_splits(images, "data mine").train).fetch(0, np.array([1, 6]))
-    assert inputs.shape == (2, 3, 5, 4)
-    assert torch.equal(inputs[1], images[6][0])
-    assert targets.tolist() == [images[1][1], images[6][1]]
-
-
 def test_a_pair_is_training_and_held_out_samples() -> None:
     halves = random_split(TENSORS, [0.5, 0.5], torch.Generator().manual_seed(0))
     assert as_splits(halves, "data mine") == Splits(halves[0], halves[1])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,11 +181,11 @@ def test_a_contradiction_is_said(given: dict[str, str], node: Node) -> None:
 TOY = ("train", "toy_mlp", "--device", "cpu", "--set", "max_steps=6")
 
 
-def digest_of_all(output: Path, environments: list[dict[str, str]], *words: str) -> str:
+def digest_of_all(output: Path, environments: list[dict[str, str]]) -> str:
     """Start the same command in a process for each environment; they are one training, whose digest is returned."""
     with contextlib.ExitStack() as stack:
         started = [
-            stack.enter_context(forked(*TOY, *words, "--output", output, env={"GLOO_SOCKET_IFNAME": "lo", **environ}))
+            stack.enter_context(forked(*TOY, "--output", output, env={"GLOO_SOCKET_IFNAME": "lo", **environ}))
             for environ in environments
         ]
         ended = [command.end() for command in started]
@@ -195,45 +193,17 @@ def digest_of_all(output: Path, environments: list[dict[str, str]], *words: str)
     return str(trained(output)[1]["weights_sha256"])
 
 
-def as_step(tasks: int, nodes: int) -> list[dict[str, str]]:
-    """The variables of each task of a step on this machine."""
+@pytest.mark.full
+def test_the_tasks_of_a_step_are_one_training(tmp_path: Path) -> None:
     common = SIX_TASKS | {
         "SLURM_JOB_ID": str(free_port()),
-        "SLURM_STEP_NUM_NODES": str(nodes),
-        "SLURM_STEP_NUM_TASKS": str(tasks),
-        "SLURM_STEP_TASKS_PER_NODE": f"{tasks // nodes}(x{nodes})" if nodes > 1 else str(tasks),
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_TASKS_PER_NODE": "3",
         "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
     }
-    places = [divmod(task, tasks // nodes) for task in range(tasks)]
-    return [
-        common | {"SLURM_PROCID": str(task), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
-        for task, (node, local) in enumerate(places)
-    ]
-
-
-def as_pods() -> list[dict[str, str]]:
-    common = KUBEFLOW | {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(free_port())}
-    return [common | {"PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": rank, "JOB_COMPLETION_INDEX": rank} for rank in "01"]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("started", "words", "label"),
-    [
-        pytest.param(lambda: as_step(3, 1), (), "ddp-1x3-cpu", id="the tasks of a step"),
-        pytest.param(
-            lambda: as_step(2, 2),
-            ("--nproc-per-node", "2"),
-            "ddp-2x2-cpu",
-            id="a task per node",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(as_pods, ("--rdzv-id", f"pods-{os.getpid()}"), "ddp-2x2-cpu", id="pods", marks=pytest.mark.slow),
-    ],
-)
-def test_what_a_launcher_starts_is_one_training(
-    tmp_path: Path, started: Callable[[], list[dict[str, str]]], words: tuple[str, ...], label: str
-) -> None:
+    tasks = [common | {"SLURM_PROCID": task, "SLURM_LOCALID": task} for task in "012"]
     expected = train(tmp_path / "single", *TOY[1:])["weights_sha256"]
-    assert digest_of_all(tmp_path / "together", started(), *words) == expected
-    assert trained(tmp_path / "together")[1]["layout"]["label"] == label
+    assert digest_of_all(tmp_path / "together", tasks) == expected
+    assert trained(tmp_path / "together")[1]["layout"]["label"] == "ddp-1x3-cpu"

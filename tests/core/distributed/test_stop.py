@@ -72,11 +72,8 @@ def check_the_end(output: Path, undisturbed: tuple[str, str], **details: Any) ->
 @pytest.mark.parametrize(
     ("layout", "number", "send"),
     [
-        pytest.param((), signal.SIGINT, to_its_group, id="single-SIGINT", marks=pytest.mark.slow),
         pytest.param(DDP, signal.SIGTERM, to_the_command, id="ddp-SIGTERM"),
-        pytest.param((), signal.SIGTERM, to_the_command, id="single-SIGTERM", marks=pytest.mark.slow),
         pytest.param(DDP, signal.SIGHUP, to_its_group, id="ddp-SIGHUP", marks=pytest.mark.slow),
-        pytest.param(DDP, signal.SIGINT, to_its_group, id="ddp-SIGINT", marks=pytest.mark.slow),
     ],
 )
 def test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened(

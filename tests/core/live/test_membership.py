@@ -4,7 +4,6 @@ The model has what the product has around the functions of membership.py: nodes,
 own processes and sees another launcher end, a store with notes and compare-and-set, a run directory with a fence. A
 move is whatever one of them can do next, in any order; a loss can come between any two. A node can also be unplugged,
 so that no launcher sees its end, or be silent for a while, so that another launcher takes it for lost though it lives.
-The store can be lost with all that is in it, and an empty one can take its place.
 An exchange is the place where ranks depend on each other: a rank finishes a step when all ranks of its group have sent
 their part, also one that has died since.
 """
@@ -65,16 +64,8 @@ class World(NamedTuple):
     launchers: tuple[Launcher, ...] = ("lives", "lives")
     decided: tuple[tuple[Membership, Membership] | None, ...] = (None, None)
     """What each launcher has read and will write next."""
-    outages: int = 0
-    """How often the store may still be lost."""
-    connected: tuple[bool, ...] = (True, True)
-    """Which launchers have the store that there is now; where none has, there is no store, or an empty one."""
-    noted: frozenset[str] = frozenset()
-    """Of whose end their own launcher knows, whatever is in the store."""
-    asked_to_leave: frozenset[int] = frozenset()
-    """Which launchers were asked to leave, whatever is in the store."""
     must_go_on: bool = True
-    """Whether nothing has happened that may let all start again: a loss, or an outage while a group was meeting."""
+    """Whether nothing has happened that may let all start again: a loss, or a mistake."""
     starts_again: bool = False
     """All start again from the newest checkpoint, which is not part of this model."""
     fence: int = -1
@@ -114,7 +105,7 @@ class World(NamedTuple):
         )
 
 
-def beginning(losses: int, last: int, arrives: bool, leaves: int, mistakes: int, outages: int) -> World:
+def beginning(losses: int, last: int, arrives: bool, leaves: int, mistakes: int) -> World:
     first = Membership(0, (A, B, C))
     processes = {name: Process("waits") for name in first.members}
     if arrives:
@@ -127,7 +118,6 @@ def beginning(losses: int, last: int, arrives: bool, leaves: int, mistakes: int,
         groups=(first,),
         requests=leaves,
         mistakes=mistakes,
-        outages=outages,
     )
 
 
@@ -137,11 +127,10 @@ def moves(world: World) -> Iterator[World]:
         return
     for node, launcher in enumerate(world.launchers):
         if launcher == "lives":
-            yield from decisions(world, node) if world.connected[node] else without_store(world, node)
+            yield from decisions(world, node)
     for name, process in world.processes:
         if process.doing == "absent":
-            if any(world.connected):
-                yield world.put(name, doing="waits")._replace(asked=world.asked | {name})
+            yield world.put(name, doing="waits")._replace(asked=world.asked | {name})
         elif process.doing in ("waits", "meets"):
             yield from meetings(world, name, process)
         elif process.doing == "trains":
@@ -170,61 +159,8 @@ def requests_from(world: World) -> Iterator[World]:
     """A node is asked to leave."""
     if world.requests and not world.starts_again:
         for node, launcher in enumerate(world.launchers):
-            if launcher == "lives" and node not in world.asked_to_leave:
-                noted = {node} if world.connected[node] else set()
-                asked = world.asked_to_leave | {node}
-                yield world._replace(requests=world.requests - 1, leaving=world.leaving | noted, asked_to_leave=asked)
-
-
-def outages_from(world: World) -> Iterator[World]:
-    """The store is lost, and whoever waits for something in it ends; a new process is started again later."""
-    if not world.outages or world.starts_again:
-        return
-    trains = all(world.of(name).doing in ("trains", "done", "dead") for name in world.now.members)
-    after = world._replace(
-        outages=world.outages - 1,
-        connected=(False,) * len(NODES),
-        decided=(None,) * len(NODES),
-        asked=frozenset(),
-        must_go_on=world.must_go_on and trains and not world.asked and not world.leaving,
-    )
-    for name, process in world.processes:
-        if process.doing in ("waits", "meets"):
-            after = after.put(name, doing="out" if name in world.now.members or process.number >= 0 else "absent")
-    yield after
-
-
-def without_store(world: World, node: int) -> Iterator[World]:
-    """What a launcher does that has lost the store: it writes into a new one what its own processes know."""
-    own = {name: world.of(name) for name in NODES[node] if name in dict(world.processes)}
-    if any(process.doing == "done" for process in own.values()):
-        return
-    gone = {name: each for name, each in own.items() if each.doing in ("dead", "out") and name not in world.noted}
-    if any(each.number >= 0 or name in world.now.members for name, each in gone.items()):
-        yield start_again(world)
-        return
-    trained = [each.number for each in own.values() if each.doing in ("trains", "waits", "meets") and each.number >= 0]
-    if not trained:
-        # It gives up this list, and comes back like a new node.
-        ended: tuple[Launcher, ...] = tuple("ended" if n == node else each for n, each in enumerate(world.launchers))
-        yield world._replace(launchers=ended)
-        return
-    if node in world.asked_to_leave:
-        yield world._replace(starts_again=True)  # all stop, and save
-        return
-    offered = world.group(max(trained))
-    connected = tuple(each or n == node for n, each in enumerate(world.connected))
-    noted = world.noted.intersection(NODES[node])
-    if not any(world.connected):
-        nothing = world._replace(here=frozenset(), left=frozenset(), leaving=frozenset(), ended=frozenset())
-        world, counts = nothing, membership.renewed(None, offered)
-    else:
-        counts = membership.renewed(world.now, offered)
-    if counts is None:
-        yield start_again(world)
-        return
-    groups = (*(each for each in world.groups if each.number < counts.number), counts)
-    yield world._replace(connected=connected, now=counts, groups=groups, ended=world.ended | noted)
+            if launcher == "lives" and node not in world.leaving:
+                yield world._replace(requests=world.requests - 1, leaving=world.leaving | {node})
 
 
 def start_again(world: World) -> World:
@@ -249,7 +185,7 @@ def decisions(world: World, node: int) -> Iterator[World]:
     gone = [other for other, launcher in enumerate(world.launchers) if launcher == "ended"]
     found = own | membership.ended_with({*world.now.members, *world.asked}, gone)
     if not found <= world.ended:
-        yield world._replace(ended=world.ended | found, noted=world.noted | own)
+        yield world._replace(ended=world.ended | found)
         return
     for other, launcher in enumerate(world.launchers):
         if other != node and (launcher == "unplugged" or world.mistakes):
@@ -350,8 +286,6 @@ def makes_room(world: World) -> bool:
 
 
 def leaving(world: World, name: str, process: Process) -> World:
-    if not any(world.connected):
-        return world.put(name, doing="out")
     held = -1 if process.held is None else process.held.step
     return world.put(name, doing="waits", has_sent=False)._replace(left=world.left | {(process.number, name, held)})
 
@@ -394,9 +328,9 @@ def check_end(world: World, mistakes: int) -> None:
         assert all(world.of(name).doing == "dead" for name in world.now.members), "a member waits for ever"
 
 
-def explore(losses: int, last: int, arrives: bool = False, leaves: int = 0, mistakes: int = 0, outages: int = 0) -> int:
+def explore(losses: int, last: int, arrives: bool = False, leaves: int = 0, mistakes: int = 0) -> int:
     """Run through everything that can happen; the number of states."""
-    first = beginning(losses, last, arrives, leaves, mistakes, outages)
+    first = beginning(losses, last, arrives, leaves, mistakes)
     seen, waiting = {first}, [first]
     while waiting:
         world = waiting.pop()
@@ -404,7 +338,7 @@ def explore(losses: int, last: int, arrives: bool = False, leaves: int = 0, mist
         following = list(moves(world))
         if not following:
             check_end(world, mistakes)
-        for after in (*following, *losses_from(world), *requests_from(world), *outages_from(world)):
+        for after in (*following, *losses_from(world), *requests_from(world)):
             known, brief = len(seen), after.without_the_past()
             seen.add(brief)
             if len(seen) > known:
@@ -420,18 +354,10 @@ def explore(losses: int, last: int, arrives: bool = False, leaves: int = 0, mist
         pytest.param({"losses": 0, "last": 1, "arrives": True}, id="an-arrival"),
         pytest.param({"losses": 0, "last": 2, "leaves": 1}, id="a-node-leaves"),
         pytest.param({"losses": 0, "last": 1, "mistakes": 2}, id="a-node-is-taken-for-lost"),
-        pytest.param({"losses": 0, "last": 3, "outages": 2}, id="the-store-is-lost-twice"),
         pytest.param({"losses": 1, "last": 1, "arrives": True}, id="a-loss-and-an-arrival", marks=pytest.mark.slow),
         pytest.param({"losses": 1, "last": 1, "mistakes": 2}, id="a-loss-and-a-mistake", marks=pytest.mark.slow),
         pytest.param({"losses": 1, "last": 1, "leaves": 2}, id="a-loss-while-nodes-leave", marks=pytest.mark.slow),
         pytest.param({"losses": 2, "last": 1}, id="two-losses", marks=pytest.mark.slow),
-        pytest.param({"losses": 1, "last": 2, "outages": 1}, id="a-loss-and-no-store", marks=pytest.mark.slow),
-        pytest.param(
-            {"losses": 0, "last": 1, "arrives": True, "outages": 1},
-            id="an-arrival-and-no-store",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"losses": 0, "last": 1, "leaves": 1, "outages": 1}, id="a-node-leaves-and-no-store"),
     ],
 )
 def test_every_sequence(happens: dict[str, Any]) -> None:
@@ -459,8 +385,6 @@ RULE = membership.next_membership
         ("ended_with", lambda names, nodes: set(), {}),
         ("lost_in_silence", lambda now, silent, ended, left: set(), {}),
         ("next_membership", _lets_go_of_a_leaving_node, {"leaves": 1}),
-        ("renewed", lambda stored, offered: stored, {"losses": 0, "outages": 1}),
-        ("renewed", lambda stored, offered: None if stored == offered else offered, {"losses": 0, "outages": 1}),
     ],
 )
 def test_a_wrong_rule_is_found(
