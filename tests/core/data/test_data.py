@@ -120,6 +120,13 @@ def test_characters_need_room_for_a_sample(options: dict[str, float]) -> None:
         DATA["characters"](**options)
 
 
+@pytest.mark.parametrize(("name", "digest"), [("digits", "57c8d5664d5ee3d0"), ("linear_data", "83be10212f428043")])
+def test_samples_are_the_same_in_every_version(name: str, digest: str) -> None:
+    content = DATA[name]().digest
+    assert content is not None
+    assert content.startswith(digest)
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_digits_are_split_in_two(share: float) -> None:
     with pytest.raises(UserError, match="test_share"):

@@ -95,16 +95,11 @@ EARLY = {number: ("--stop-signal", number.name) for number in (signal.SIGUSR1, s
     ("layout", "number"),
     [
         pytest.param(DDP, signal.SIGTERM, id="torchrun-SIGTERM"),
-        *(
-            pytest.param(layout, number, id=f"{name}-{number.name}", marks=pytest.mark.slow)
-            for name, layout, numbers in (
-                ("torchrun", DDP, (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)),
-                ("spawn", SPAWN, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)),
-                ("single", (), (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)),
-                ("dp", ("--layout", "dp"), (signal.SIGTERM, signal.SIGINT)),
-            )
-            for number in numbers
-        ),
+        pytest.param(DDP, signal.SIGUSR2, id="torchrun-SIGUSR2", marks=pytest.mark.slow),
+        pytest.param(SPAWN, signal.SIGUSR1, id="spawn-SIGUSR1", marks=pytest.mark.slow),
+        pytest.param(SPAWN, signal.SIGINT, id="spawn-SIGINT", marks=pytest.mark.slow),
+        pytest.param((), signal.SIGINT, id="single-SIGINT", marks=pytest.mark.slow),
+        pytest.param(("--layout", "dp"), signal.SIGTERM, id="dp-SIGTERM", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_to_every_process_at_once_asks_once(
