@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ddp_core.base.seeds import share_of
-from ddp_core.reduction import ExactReduction
 from ddp_core.sampler import ElasticSampler, GlobalOrder, MicroBatches
 from tests.support.wording import refusing
 
@@ -81,9 +80,9 @@ def test_the_length_is_that_of_the_epoch_wherever_the_sampler_stands() -> None:
     batches = MicroBatches(range(SAMPLES), sampler, Dealt(0, 1, False), SIZE)
     found = []
     for step in batches:
-        found.append((len(batches), batches.remaining))
+        found.append((len(batches), batches.remaining, step.samples))
         assert len(list(step)) == step.micro_batches
-    assert found == [(6, left) for left in (6, 5, 4, 3, 2, 1)]
+    assert found == [(6, left, 20 if left > 1 else 3) for left in (6, 5, 4, 3, 2, 1)]
     sampler.set_epoch(1)
     sampler.advance(30)  # with another global batch: a step and a half of this one
     assert (len(batches), batches.remaining) == (2 + 4, 4)
@@ -190,19 +189,3 @@ def test_what_does_not_fit_is_refused() -> None:
     assert len(MicroBatches(range(SAMPLES), sampler_of(), Dealt(0, 1, False), 1)) == 21
     with refusing(ValueError):
         MicroBatches(range(SAMPLES), sampler_of(), Dealt(0, 1, False), SIZE, shuffle=True)
-
-
-def test_an_exact_reduction_is_fed_also_in_an_incomplete_step() -> None:
-    weights = torch.nn.Linear(1, 1, bias=False)
-    samples = torch.utils.data.TensorDataset(torch.arange(10.0).view(10, 1))
-    sampler = ElasticSampler(samples, 1, 0, shuffle=False)
-    seen = []
-    with ExactReduction(weights, 3) as exact:
-        for step in MicroBatches(samples, sampler, exact, 2):
-            for index, (rows,) in step:
-                with exact.micro_batch(index):
-                    weights(rows).sum().backward()
-            exact.finish(scale=1 / step.samples)
-            assert weights.weight.grad is not None
-            seen.append((step.samples, step.micro_batches, weights.weight.grad.item()))
-    assert seen == [(6, 3, 2.5), (4, 2, 7.5)]

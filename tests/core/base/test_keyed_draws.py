@@ -100,28 +100,6 @@ def test_every_function_of_the_modules_is_tried() -> None:
     assert functions - {"seed", "get_state", "set_state", "default_rng"} == NUMPY.keys()
 
 
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:This function is deprecated")
-def test_threads_draw_their_own_numbers_at_the_same_time() -> None:
-    watch_draws()
-    found: dict[int, set[str]] = {number: set() for number in range(3)}
-
-    def replica(number: int) -> None:
-        for _ in range(40):
-            key_draws(KEY + number)
-            found[number].add(repr([everything(), np.random.get_state(), random.getstate()]))
-
-    with without_key():
-        threads = [threading.Thread(target=replica, args=(number,)) for number in found]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert [len(each) for each in found.values()] == [1, 1, 1]
-        key_draws(KEY)
-        assert {repr([everything(), np.random.get_state(), random.getstate()])} == found[0]
-
-
 def test_what_the_experiment_seeds_itself_counts() -> None:
     watch_draws()
     with without_key():

@@ -139,12 +139,21 @@ def alike_nodes(_: int, __: int, place: str) -> None:
     assert (worker.global_rank, worker.world_size) == (3, 4)
 
 
+def groups(_: int, __: int, ___: str) -> None:
+    replicated()
+    assert (world := dist.group.WORLD) is not None
+    assert torch_internals.timeout_of(world, torch.device("cpu")) == TIMEOUT
+    another = dist.new_group([0])
+    assert torch_internals.process_groups() == [world, another]
+
+
 CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
     "_stop_heartbeats": stop_heartbeats,
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": separate_stores,
     "TORCH_ELASTIC_WORKER_IDENTICAL": alike_nodes,
     "_rebuild_buckets": rebuild_buckets,
     "_static_graph_delay_allreduce_enqueued": static_graph,
+    "_world": groups,
 }
 
 

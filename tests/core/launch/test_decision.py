@@ -35,7 +35,6 @@ CASES: dict[str, tuple[tuple[set[int], str | None, bool, int], Decision]] = {
     "no restarts left": (({KILLED, LOST}, REASON, False, 0), Decision(Next.END)),
     "a death without a word": (({1}, None, False, 3), Decision(Next.RESTART, (TWO_LEFT,))),
     "a mistake": (({ExitCode.BAD_INPUT, LOST}, REASON, False, 3), Decision(Next.END)),
-    "a mistake beside a killed worker": (({ExitCode.NUMERICS, KILLED}, None, False, 3), Decision(Next.END)),
     "a request to stop": (({STOPPED}, REASON, False, 3), Decision(Next.END)),
     "a request by a launcher with a node to take in": (
         ({STOPPED}, REASON, True, 3),
