@@ -62,6 +62,11 @@ def test_a_wrong_name_of_an_experiment_waits_for_no_torch(words: list[str]) -> N
     assert len(ended.stderr.splitlines()) == 1, "one line"
 
 
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "Usage: ddp" in capsys.readouterr().out
+
+
 def test_the_version_names_torch_and_the_commit() -> None:
     """`ddp --version` reads the version of torch from its metadata, without importing torch."""
     code = "import sys; from ddp_core.cli import main; main(['--version']); print('torch' in sys.modules)"

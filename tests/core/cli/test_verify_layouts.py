@@ -7,7 +7,24 @@ from pathlib import Path
 import pytest
 
 from ddp_core.cli.verify_layouts import layouts_for
+from ddp_core.experiment.file import INSTALLED
 from tests.support.commands import ddp
+
+SHORT = {
+    "char_transformer": ["max_steps=3"],
+    "cifar10_resnet18": ["max_steps=2"],
+    "counter_buffer": ["max_steps=4"],
+    "digits": ["max_steps=4"],
+    "fashion_mnist": ["max_steps=2"],
+    "linear_regression": ["max_steps=6"],
+    "resnet18_synthetic": [
+        *("data.image_size=32", "data.samples=32", "data.pool=32", "global_batch_size=16", "max_steps=2")
+    ],
+    "toy_mlp": [],
+}
+"""Settings with which each shipped experiment takes a few steps."""
+NEEDS_DATA = {"cifar10_resnet18", "fashion_mnist"}
+NOT_EXACT = {"counter_buffer"}
 
 
 def verified(*words: object, code: int = 0) -> str:
@@ -58,3 +75,15 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     said = verified("counter_buffer", "--set", "max_steps=1", code=2)
     assert "forward changes the buffer cnt, which depends on the layout" in said
     assert "ddp data fetch fashion_mnist --data-dir" in verified("fashion_mnist", "--data-dir", tmp_path, code=2)
+
+
+def test_every_shipped_experiment_has_a_case() -> None:
+    assert SHORT.keys() == {file.stem for file in INSTALLED.glob("*.py")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", sorted(SHORT.keys() - NEEDS_DATA - NOT_EXACT))
+def test_every_shipped_experiment_has_one_digest(name: str) -> None:
+    settings = [word for setting in SHORT[name] for word in ("--set", setting)]
+    assert verified(name, *settings).endswith(": identical\n")
