@@ -12,9 +12,7 @@ from safetensors.torch import load_file
 from ddp_core.base.digests import weights_digest
 from ddp_core.observe.metrics import read_metrics
 from tests.support.commands import ddp, train, trained
-
-FILES = Path(__file__).parents[1] / "support" / "experiment_files"
-EVERY_NAME, WHOLE_JOB = str(FILES / "every_name.py"), str(FILES / "whole_job.py")
+from tests.support.layout_cases import EVERY_NAME
 
 
 def facts(record: dict[str, Any]) -> tuple[Any, ...]:
@@ -96,16 +94,3 @@ def test_other_layouts_and_resumes_end_with_the_same_bits(alone: Path, tmp_path:
     verified = ddp("verify", trained(alone)[0].path, "--layout", "ddp", "--nproc-per-node", "3", "--device", "cpu")
     assert verified.code == 0, verified.errors
     assert "identical" in verified.output
-
-
-@pytest.mark.slow
-def test_a_whole_job_ends_with_the_same_bits_on_five_layouts(tmp_path: Path) -> None:
-    words = [WHOLE_JOB, "--data-dir", str(tmp_path / "data")]
-    expected = facts(train(tmp_path / "single", *words))
-    assert facts(train(tmp_path / "dp", *words, "--layout", "dp", "--nproc-per-node", "2")) == expected
-    for ranks in (2, 3):
-        assert facts(train(tmp_path / f"ddp-{ranks}", *words, ranks=ranks)) == expected
-    words += ["--checkpoint-every", "4", "--resume", "auto", "--output", str(tmp_path / "killed"), "--device", "cpu"]
-    killed = ddp("train", *words, "--layout", "ddp", "--max-restarts", "0", "--fault", "kill@17")
-    assert killed.code == 6
-    assert facts(train(tmp_path / "killed", *words, "--layout", "dp", "--nproc-per-node", "3")) == expected

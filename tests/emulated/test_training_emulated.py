@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ddp_core.distributed.world import free_port
+from tests.emulated.emulation import PATIENCE, emulated, needs_emulator, on_each_cpu, output_of, start
 from tests.support.commands import trained
-from tests.support.emulation import PATIENCE, emulated, needs_emulator, on_each_cpu, output_of, start
 from tools.emulation import CPUS
 
 pytestmark = pytest.mark.timeout(3 * PATIENCE)

@@ -135,24 +135,24 @@ FOREIGN = file("foreign_code")
         # Hooks on weights.
         case("hooks of replicas", *file("changing", "hooks"), *DP, fast=True),
         # Random numbers.
-        case("keyed draws", *file("draws_forward"), fast=True),
-        case("keyed draws", *file("draws_forward"), *DDP),
-        case("generators of threads", *file("draws_forward"), *DP),
-        case("generators of threads", *file("draws_own_seed"), *DP),
+        case("keyed draws", *file("draws", "forward"), fast=True),
+        case("keyed draws", *file("draws", "forward"), *DDP),
+        case("generators of threads", *file("draws", "forward"), *DP),
+        case("generators of threads", *file("draws", "own seed"), *DP),
         case("keyed loading", *file("draws_collate"), *DDP),
-        case("keyed updates", *file("draws_optimizer"), *DDP),
+        case("keyed updates", *file("draws", "optimizer"), *DDP),
         case("keyed draws", *file("draws_metrics"), *DDP),
         # An optimizer that keeps `self.t`.
         case(NOBODY, *file("loses"), LOSES="attribute"),
         # A callback of rank 0 that changes weights.
         case(NOBODY, *file("one_rank_alone"), *DDP, CHANGED="0.weight"),
         case(NOBODY, *file("one_rank_alone"), *DDP, "--shard", "parameters", CHANGED="0.weight", STEP="4"),
-        # Samples that are random, which only a strict guard refuses, and a model that asks whether it is cut.
+        # Samples that are random, which only a strict guard refuses.
         case(NOBODY, *file("random_rows"), *STRICT, fast=True),
-        case(NOBODY, *file("asks_whether_cut"), *DDP, "--shard", "parameters"),
         # Models that keep, draw or ask for something of their own.
         case(NOBODY, *FOREIGN, CASE="attribute"),
         case(NOBODY, *FOREIGN, *DDP, "--shard", "parameters", CASE="attribute"),
+        case(NOBODY, *FOREIGN, *DDP, "--shard", "parameters", CASE="asks whether it is cut"),
         case(NOBODY, *FOREIGN, CASE="global"),
         case(NOBODY, *FOREIGN, *DDP, CASE="own generator"),
         case(NOBODY, *FOREIGN, CASE="true randomness"),

@@ -14,6 +14,7 @@ import pytest
 from ddp_core.config.layout import SHARD_MODES, ShardMode
 from ddp_core.distributed.processes import state_of
 from ddp_core.observe.metrics import read_metrics
+from tests.faults.cgroups import throttled
 from tests.faults.launches import (
     DOTS,
     Launch,
@@ -25,7 +26,6 @@ from tests.faults.launches import (
 )
 from tests.faults.matrix import AGAIN, LATE, NOTICED, record_row
 from tests.faults.workers import run_workers
-from tests.support.cgroups import throttled
 from tests.support.commands import Ended, ddp, trained, wait_until
 from tests.support.processes import HANG
 

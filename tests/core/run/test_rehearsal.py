@@ -12,7 +12,7 @@ from ddp_core.checkpoint import find_checkpoints, load
 from ddp_core.record.directory import find_runs
 from tests.core.run.test_repeat import BEGIN
 from tests.support.commands import Ended, ddp, trained
-from tests.support.layout_cases import ADAMW_MLP, FILES, WHOLE_JOB
+from tests.support.layout_cases import ADAMW_MLP, EVERY_NAME, FILES
 
 FILE = FILES / "loses.py"
 REHEARSED = ("--rehearsal", "on")
@@ -137,7 +137,7 @@ def test_samples_that_are_random_beside_digested_ones_are_named_and_trained(tmp_
 
 ACCEPTED = {
     "ddp x 2": [FILE, "--layout", "ddp", "--nproc-per-node", 2],
-    "everything of its own, cut": [WHOLE_JOB, "--layout", "ddp", "--nproc-per-node", 2, "--shard", "gradients"],
+    "everything of its own, cut": [EVERY_NAME, "--layout", "ddp", "--nproc-per-node", 2, "--shard", "gradients"],
     "the same, optimizer cut": [
         *(ADAMW_MLP, "--set", "ema_decay=0.9", "--set", "max_steps=5"),
         *("--layout", "ddp", "--nproc-per-node", 2, "--shard", "optimizer"),

@@ -64,6 +64,8 @@ class Net(nn.Module):
             if self.table is None:
                 self.table = torch.linspace(0.9, 1.1, inputs.shape[1])
             return inputs * self.table
+        if CASE == "asks whether it is cut" and type(self) is not Net:  # fully_shard gives it another class
+            return inputs + inputs.square()
         if CASE == "changes its inputs":
             return inputs.mul_(0.5)
         if CASE == "clamps its weights":
