@@ -98,6 +98,15 @@ def test_only_tools_reach_the_outside() -> None:
     assert "ports" not in SERVICES["rendezvous"]
 
 
+def test_training_services_have_room_time_and_the_health_check_of_the_image() -> None:
+    for name in [*LAYOUTS, "node"]:
+        assert SERVICES[name]["shm_size"] == "1gb"
+        assert SERVICES[name]["tmpfs"] == "/tmp:exec"
+        assert SERVICES[name]["stop_grace_period"] == "60s"
+        assert "healthcheck" not in SERVICES[name]
+    assert '\nHEALTHCHECK --interval=30s --timeout=10s --start-period=60s CMD ["ddp", "health"]\n' in DOCKERFILE
+
+
 def test_plain_up_runs_one_layout_that_needs_no_gpu() -> None:
     assert [name for name, service in SERVICES.items() if "profiles" not in service] == ["ddp-cpu"]
 
@@ -131,6 +140,16 @@ def test_a_machine_without_a_gpu_is_told_the_way_out_by_the_name_of_a_service_th
     assert f"docker compose {files} up" in ended.stderr
 
 
+def test_nodes_get_gpus_as_the_gpu_services_do() -> None:
+    needs = {part: SERVICES["ddp-4gpu"][part] for part in ("deploy", "ulimits")}
+    environment = {"DEVICE": "cuda", "DDP_NODES_SHARE_GPUS": 1}
+    image = {"image": IMAGE["cuda"], "build": {"args": {"TORCH": "cuda", "TORCH_CUDA": None}}}
+    assert read("compose.gpu.yaml")["services"] == {
+        "rendezvous": image,
+        "node": image | {"environment": environment} | needs,
+    }
+
+
 def test_every_image_ends_unprivileged() -> None:
     stages = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)
     last = [users[-1] for stage in stages if (users := re.findall(r"^USER (\S+)", stage, re.MULTILINE))]
@@ -146,3 +165,23 @@ def test_both_images_stand_on_the_same_ubuntu_named_by_digest() -> None:
 def test_an_image_that_was_built_without_make_has_the_version_of_the_package() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"\nARG VERSION={version}\n" in DOCKERFILE
+
+
+def test_what_the_image_prints_names_services_that_are_there() -> None:
+    text = (ROOT / "tools" / "what-to-do.sh").read_text()
+    services = re.findall(r"^    docker compose up (\S+)$", text, re.MULTILINE)
+    assert services
+    assert set(services) <= set(SERVICES)
+
+
+def test_the_page_on_gpus_names_services_files_targets_and_variables_that_are_there() -> None:
+    page = (ROOT / "docs" / "how-to" / "train-on-gpus.md").read_text()
+    lines = re.findall(r"```console\n(.*?)```", page, re.DOTALL)[0].splitlines()
+    everything = (ROOT / "compose.yaml").read_text()
+    for line in lines:
+        variables, _, command = line.partition("docker compose ")
+        assert {name for name in re.findall(r"([A-Z_]+)=", variables) if name not in everything} == set()
+        assert {file for file in re.findall(r"-f (\S+)", command) if not (ROOT / file).exists()} == set()
+        assert command.split()[-1] in SERVICES
+    targets = set(re.findall(r"IMAGE_TARGET=(\S+)", page))
+    assert targets == {"compiler"} <= set(re.findall(r" AS (\w+)", DOCKERFILE))

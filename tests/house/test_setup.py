@@ -113,9 +113,6 @@ def test_a_pip_that_is_told_where_to_look_is_left_alone(
 def test_a_wrong_word_makes_nothing_and_is_answered_with_the_right_ones(tmp_path: Path, wrong: str, said: str) -> None:
     shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__"))
     name, _, value = wrong.partition("=")
-    for file in ("pyproject.toml", "constraints.txt", "packages/lab/pyproject.toml"):
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / file, tmp_path / file)
     words = [sys.executable, "tools/environment.py"]
     env = os.environ | {name: value}
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANG, check=False)
