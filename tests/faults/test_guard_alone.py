@@ -112,6 +112,7 @@ def case(off: str, *words: str, fast: bool = False, **env: str) -> Any:
 
 NOBODY = "what nobody foresaw"
 FOREIGN = file("foreign_code")
+ONE_RANK = str(Path(__file__).parent / "experiment_files" / "one_rank_alone.py")
 
 
 @pytest.mark.full
@@ -145,8 +146,8 @@ FOREIGN = file("foreign_code")
         # An optimizer that keeps `self.t`.
         case(NOBODY, *file("loses"), LOSES="attribute"),
         # A callback of rank 0 that changes weights.
-        case(NOBODY, *file("one_rank_alone"), *DDP, CHANGED="0.weight"),
-        case(NOBODY, *file("one_rank_alone"), *DDP, "--shard", "parameters", CHANGED="0.weight", STEP="4"),
+        case(NOBODY, ONE_RANK, *DDP, CHANGED="0.weight"),
+        case(NOBODY, ONE_RANK, *DDP, "--shard", "parameters", CHANGED="0.weight", STEP="4"),
         # Samples that are random, which only a strict guard refuses.
         case(NOBODY, *FOREIGN, *STRICT, CASE="noisy but where it is digested", fast=True),
         # Models that keep, draw or ask for something of their own.

@@ -17,8 +17,8 @@ from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.sharding import OwnsPieces
 from ddp_core.sharding.rows import OwnsRows
+from tests.core.sharding.thread_world import on_thread_world
 from tests.distributed.sharded_cases import described
-from tests.support.thread_world import on_thread_world
 
 MICRO_BATCHES, WIDTH = 5, 6
 
