@@ -82,6 +82,22 @@ def values(part: Any, key: str) -> list[str]:
     return [*(here if isinstance(here, list) else [here]), *(v for item in part.values() for v in values(item, key))]
 
 
+ENUMERATIONS = {
+    **{"restartPolicy": {"Never"}, "completionMode": {"Indexed"}, "imagePullPolicy": {"IfNotPresent"}},
+    **{"fsGroupChangePolicy": {"OnRootMismatch"}, "medium": {"Memory"}, "effect": {"NoExecute"}, "clusterIP": {"None"}},
+    **{"accessModes": {"ReadWriteMany", "ReadWriteOnce"}, "policyTypes": {"Ingress", "Egress"}},
+    "protocol": {"TCP", "UDP"},
+}
+"""Words that Kubernetes' schemas call mere strings, and of which Kubernetes itself takes a few only."""
+
+
+@each_file
+def test_words_of_which_kubernetes_knows_a_few_are_among_them(name: str) -> None:
+    found = documents(name)
+    for key, known in ENUMERATIONS.items():
+        assert set(values(found, key)) <= known, key
+
+
 @each_job
 def test_only_pods_of_the_job_reach_each_other(name: str) -> None:
     label = "batch.kubernetes.io/job-name" if name in ("job", "job-gpu") else "jobset.sigs.k8s.io/jobset-name"
