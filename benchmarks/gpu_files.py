@@ -31,7 +31,7 @@ from benchmarks.loops import CLASSES, SETTINGS
 from ddp_core.base.errors import ExitCode
 from ddp_core.base.torchvision_import import import_torchvision
 from ddp_core.model.builders import MODELS
-from tests.support import ranks
+from tests.support.processes import Main, ddp, launch
 
 LOADER = "the script's loader alone"
 _LONGEST_TURN = 300.0
@@ -132,12 +132,12 @@ def ours(folder: Path, workers: int, precision: str, device: str) -> float:
     settings = [word for setting in PRECISIONS[precision] for word in ("--set", setting)]
     with tempfile.TemporaryDirectory(prefix="ddp-gpu-files-") as output:
         place = ["--output", output, "--data-dir", str(folder), "--device", device, "--workers", str(workers)]
-        _run(["train", str(folder / "resnet18_files.py"), *place, *settings], Path(output), ranks.ddp)
+        _run(["train", str(folder / "resnet18_files.py"), *place, *settings], Path(output), ddp)
         return float(figures(Path(output))["images_per_second"])
 
 
-def _run(words: Sequence[str], output: Path, main: ranks.Main) -> None:
-    ended = ranks.launch(words, 0, output / "said", _LONGEST_TURN, main)
+def _run(words: Sequence[str], output: Path, main: Main) -> None:
+    ended = launch(words, 0, output / "said", _LONGEST_TURN, main)
     if ended.code != ExitCode.DONE:
         raise RuntimeError(f"{' '.join(words)}: ended with {ended.code}: {ended.said.strip()[-500:]}")
 

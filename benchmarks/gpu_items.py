@@ -16,8 +16,8 @@ from benchmarks import gpu, gpu_files
 from benchmarks.gpu_lines import COLLECTION, HEAD, LINES, NAME, append, place
 from ddp_core.base.errors import ExitCode
 from ddp_core.config.layout import SHARD_MODES
-from tests.support import ranks
 from tests.support.commands import ROOT, trained
+from tests.support.processes import Ended, ddp, launch
 
 LAST_LINES = 12
 
@@ -100,7 +100,7 @@ class Digest:
         for number, run in enumerate(self.runs):
             words = ["train", self.experiment, "--set", "max_steps=12", "--device", "cuda", "--output", str(scratch)]
             left = end - time.monotonic()
-            ended = ranks.launch([*words, *run.words], run.ranks, scratch / f"said-{number}", left)
+            ended = launch([*words, *run.words], run.ranks, scratch / f"said-{number}", left)
             if ended.code != run.code:
                 return _failed(ended)
         _, record = trained(scratch)
@@ -128,8 +128,8 @@ class Speed:
             words, main = [str(scratch / "found.json"), "quick" if setting.quick else "whole"], _article
         else:
             more = gpu.TRACING[setting.quick] if self.traced else ()
-            words, main = gpu.words_of(self.case, scratch, setting.quick, *more), ranks.ddp
-        ended = ranks.launch(words, 0, scratch / "said", seconds, main, {"OMP_NUM_THREADS": "4"})
+            words, main = gpu.words_of(self.case, scratch, setting.quick, *more), ddp
+        ended = launch(words, 0, scratch / "said", seconds, main, {"OMP_NUM_THREADS": "4"})
         if ended.code != ExitCode.DONE:
             return _failed(ended)
         found = json.loads((scratch / "found.json").read_text()) if main is _article else gpu.figures(scratch)
@@ -179,7 +179,7 @@ class GpuTest:
     def run(self, setting: Setting, scratch: Path, seconds: float) -> dict[str, Any]:
         """Run pytest; a line only where that has not come to an end."""
         lines = {LINES: str(setting.folder / NAME), HEAD: json.dumps(setting.head)}
-        ended = ranks.launch(["-q", "-p", "no:cacheprovider", self.name], 0, scratch / "said", seconds, _pytest, lines)
+        ended = launch(["-q", "-p", "no:cacheprovider", self.name], 0, scratch / "said", seconds, _pytest, lines)
         TESTS_FAILED = 1
         return {} if ended.code in (0, TESTS_FAILED) else _failed(ended)
 
@@ -201,7 +201,7 @@ class Place:
 
     def run(self, setting: Setting, scratch: Path, seconds: float) -> dict[str, Any]:
         """Start CUDA in a process that can be killed."""
-        ended = ranks.launch([str(scratch / "found.json")], 0, scratch / "said", seconds, _look)
+        ended = launch([str(scratch / "found.json")], 0, scratch / "said", seconds, _look)
         if ended.code != ExitCode.DONE:
             return _failed(ended)
         found: dict[str, Any] = json.loads((scratch / "found.json").read_text())
@@ -232,12 +232,12 @@ class Collection:
     def run(self, setting: Setting, scratch: Path, seconds: float) -> dict[str, Any]:
         """Let pytest list them."""
         words = ["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu or gpu2", "tests/gpu"]
-        ended = ranks.launch(words, 0, scratch / "said", seconds, _pytest)
+        ended = launch(words, 0, scratch / "said", seconds, _pytest)
         ids = [line for line in ended.said.splitlines() if line.startswith("tests/gpu/") and "::" in line]
         return {"outcome": "done", "tests": len(ids), "ids": ids} if ended.code == 0 and ids else _failed(ended)
 
 
-def _failed(ended: ranks.Ended) -> dict[str, Any]:
+def _failed(ended: Ended) -> dict[str, Any]:
     said = [line[:300] for line in ended.said.splitlines() if line.strip()][-LAST_LINES:]
     return {"outcome": "failed", "code": ended.code, "said": said}
 

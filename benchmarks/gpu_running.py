@@ -17,8 +17,8 @@ from benchmarks.gpu_items import Collection, Item, Place, Setting, items_of_test
 from benchmarks.record import RESULTS
 from ddp_core.base.errors import ExitCode
 from ddp_core.record.environment import describe_code
-from tests.support import ranks
 from tests.support.pool import in_processes
+from tests.support.processes import load
 
 ENDING_SECONDS = 3.0
 """What is running is killed so long before the command must end."""
@@ -48,7 +48,7 @@ def check(wanted: Wanted, deadline: float) -> int:
     stands_in = gpu_lines.head_of({})["stand_in"]
     if stands_in and wanted.folder.resolve() == RESULTS:
         return _refused("a stand-in's results do not belong into benchmarks/results: --out FOLDER", ExitCode.BAD_INPUT)
-    ranks.load()
+    load()
     with tempfile.TemporaryDirectory(prefix="ddp-gpu-check-", ignore_cleanup_errors=True) as scratch:
         setting = Setting(wanted.folder, Path(scratch), deadline, quick=stands_in)
         found = _find(setting, Place())

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.house.pages import blocks
 from tests.support.commands import ROOT, Ended, trained, wait_until
-from tests.support.pages import blocks
 
 PAGE = ROOT / "docs" / "how-to" / "run-on-slurm.md"
 COMMANDS = {line for block in blocks(PAGE.read_text()) if block.kind == "console" for line in block.lines}

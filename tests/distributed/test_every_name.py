@@ -12,9 +12,7 @@ from safetensors.torch import load_file
 from ddp_core.base.digests import weights_digest
 from ddp_core.observe.metrics import read_metrics
 from tests.support.commands import ddp, train, trained
-
-FILES = Path(__file__).parents[1] / "support" / "experiment_files"
-EVERY_NAME = str(FILES / "every_name.py")
+from tests.support.layout_cases import EVERY_NAME
 
 
 def facts(record: dict[str, Any]) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.asking import Send, has_begun, to_every_process, to_the_command
+from tests.distributed.asking import Send, has_begun, to_every_process, to_the_command
 from tests.support.commands import Ended, command, ddp, running, train, trained, wait_until
 from tests.support.processes import HANG, free_port
 

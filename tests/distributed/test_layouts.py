@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 from ddp_core.config.layout import SHARD_MODES
 from tests.support.commands import forked, train, trained, wait_until
-from tests.support.layout_cases import ADAMW_MLP, EXACT, FILES, digests
+from tests.support.layout_cases import ADAMW_MLP, EXACT, digests
 from tests.support.processes import HANG, free_port
 
 LAYOUTS = [("dp", 2), ("dp", 3), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("ddp", 5)]
 ADAMW = "AdamW, clipping, cosine"
-NOTED = str(FILES / "noted_samples.py")
+NOTED = str(Path(__file__).parent / "experiment_files" / "noted_samples.py")
 QUICK_NAMES = (ADAMW, "channels last", "dicts of tensors, bf16", "ragged end")
 QUICK = {name: EXACT[name] for name in QUICK_NAMES}
 SHARDED = {f"--shard {mode}": [*EXACT[ADAMW], "--shard", mode] for mode in SHARD_MODES}

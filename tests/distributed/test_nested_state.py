@@ -9,9 +9,8 @@ import pytest
 from ddp_core.base.errors import ExitCode
 from tests.distributed.resuming import digests
 from tests.support.commands import ddp, trained
-from tests.support.layout_cases import FILES
 
-NESTED = str(FILES / "nested_state.py")
+NESTED = str(Path(__file__).parent / "experiment_files" / "nested_state.py")
 DDP = ("--layout", "ddp", "--nproc-per-node", "2")
 
 

@@ -11,7 +11,9 @@ import pytest
 from tests.support.commands import ddp, train, trained
 from tests.support.layout_cases import FILES, digests
 
-CASES = {name: [str(FILES / f"draws_{name}.py")] for name in ("forward", "own_seed", "collate", "optimizer", "metrics")}
+KINDS = ("forward", "own seed", "optimizer")
+CASES = {kind: [str(FILES / "draws.py"), "--set", f"model.kind={kind}"] for kind in KINDS}
+CASES |= {name: [str(FILES / f"draws_{name}.py")] for name in ("collate", "metrics")}
 
 
 @functools.cache

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.emulated.emulation import PATIENCE, emulated, needs_emulator, output_of, start
 from tests.emulated.test_training_emulated import words
 from tests.support.commands import ROOT, trained
-from tests.support.emulation import PATIENCE, emulated, needs_emulator, output_of, start
 from tools.emulation import python_on
 
 pytestmark = [pytest.mark.slow, needs_emulator, pytest.mark.timeout(3 * PATIENCE)]

@@ -6,7 +6,7 @@ import pytest
 
 from ddp_lab.probe.command import judge, measured
 from ddp_lab.probe.published import published
-from tests.support.emulation import PATIENCE, needs_emulator, on_each_cpu
+from tests.emulated.emulation import PATIENCE, needs_emulator, on_each_cpu
 from tools.emulation import FAULTS, python_on, without_faults
 
 pytestmark = [pytest.mark.slow, needs_emulator, pytest.mark.timeout(3 * PATIENCE)]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ddp_core.distributed.world import free_port
+from tests.emulated.emulation import PATIENCE, emulated, needs_emulator, output_of, start
 from tests.support.commands import trained
-from tests.support.emulation import PATIENCE, emulated, needs_emulator, on_each_cpu, output_of, start
 from tools.emulation import CPUS
 
 pytestmark = pytest.mark.timeout(3 * PATIENCE)
@@ -55,16 +55,6 @@ def here() -> tuple[str, str]:
 def test_digits_ends_alike_on_an_emulated_cpu(cpu: str, tmp_path: Path) -> None:
     output_of(emulated(cpu, *words(tmp_path)))
     assert ended(tmp_path) == here()
-
-
-@pytest.mark.slow
-@needs_emulator
-@on_each_cpu
-def test_a_run_of_an_emulated_cpu_is_audited_on_this_one(cpu: str, tmp_path: Path) -> None:
-    output_of(emulated(cpu, *words(tmp_path, "--keep-for-audit", "2")))
-    run = trained(tmp_path)[0].path
-    said = output_of(start([sys.executable, "-m", "ddp_core", "audit", str(run), "--segments", "2"]))
-    assert said.endswith("passed: what was looked at is what the record says\n")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from ddp_core.record.directory import find_runs
 from tests.support.commands import Ended, ddp
 from tests.support.wording import refusing
 
-FILE = Path(__file__).parents[1] / "support" / "experiment_files" / "one_rank_alone.py"
+FILE = Path(__file__).parent / "experiment_files" / "one_rank_alone.py"
 
 
 def flipped(output: Path, *faults: str, layout: str = "ddp", words: tuple[object, ...] = ()) -> Ended:

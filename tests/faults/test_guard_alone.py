@@ -48,13 +48,14 @@ DDP = ("--layout", "ddp", "--nproc-per-node", "2")
 STRICT = ("--guard", "strict")
 
 
-def run(output: Path, off: str, words: tuple[str, ...]) -> tuple[int, str]:
+def run(output: Path, off: str, words: tuple[str, ...], habit: str) -> tuple[int, str]:
     """Train with a mend switched off: the exit code, and what was said in the end."""
-    (code,) = run_processes(_train, 1, output, off, words)
+    (code,) = run_processes(_train, 1, output, off, words, habit)
     return code, (output / "said").read_text()
 
 
-def _train(rank: int, world_size: int, output: Path, off: str, words: tuple[str, ...]) -> int:
+def _train(rank: int, world_size: int, output: Path, off: str, words: tuple[str, ...], habit: str) -> int:
+    os.environ["CASE"] = habit
     for name in LAUNCHER_VARIABLES:
         del os.environ[name]
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -69,17 +70,19 @@ def file(name: str, kind: str = "") -> tuple[str, ...]:
     return (str(FILES / f"{name}.py"), *(("--set", f"model.kind={kind}") if kind else ()))
 
 
-def case(off: str, *words: str, fast: bool = False) -> Any:
+def case(off: str, *words: str, habit: str = "", fast: bool = False) -> Any:
     known = [Path(word).stem if word.endswith(".py") else word for word in words]
-    return pytest.param(off, words, marks=() if fast else pytest.mark.slow, id=f"{off}, {' '.join(known)}")
+    name = f"{off}, {' '.join([*known, habit]).strip()}"
+    return pytest.param(off, words, habit, marks=() if fast else pytest.mark.slow, id=name)
 
 
 NOBODY = "what nobody foresaw"
+FOREIGN = file("foreign_code")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("off", "words"),
+    ("off", "words", "habit"),
     [
         # A forward that writes to its weights.
         case("written parameters", *file("writing", "decay"), *DDP),
@@ -88,14 +91,14 @@ NOBODY = "what nobody foresaw"
         # Hooks on weights.
         case("hooks of replicas", *file("changing", "hooks"), *DP, fast=True),
         # Random numbers.
-        case("keyed draws", *file("draws_forward"), fast=True),
+        case("keyed draws", *file("draws", "forward"), fast=True),
         # Samples that are random, which only a strict guard refuses, and a model that asks whether it is cut.
-        case(NOBODY, *file("random_rows"), *STRICT, fast=True),
-        case(NOBODY, *file("asks_whether_cut"), *DDP, "--shard", "parameters"),
+        case(NOBODY, *FOREIGN, *STRICT, habit="noisy but where it is digested", fast=True),
+        case(NOBODY, *FOREIGN, *DDP, "--shard", "parameters", habit="asks whether it is cut"),
     ],
 )
-def test_it_is_found_with_its_mend_switched_off(tmp_path: Path, off: str, words: tuple[str, ...]) -> None:
-    code, said = run(tmp_path, off, words)
+def test_it_is_found_with_its_mend_switched_off(tmp_path: Path, off: str, words: tuple[str, ...], habit: str) -> None:
+    code, said = run(tmp_path, off, words, habit)
     assert (code, "Traceback" in said) == (ExitCode.BAD_INPUT, False), (code, said)
     assert not any(record["status"] == "completed" for _, record in find_runs(tmp_path))
 

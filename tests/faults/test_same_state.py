@@ -11,7 +11,7 @@ from ddp_core.checkpoint import find_checkpoints
 from ddp_core.record.directory import find_runs
 from tests.support.commands import ddp
 
-FILE = Path(__file__).parents[1] / "support" / "experiment_files" / "one_rank_alone.py"
+FILE = Path(__file__).parent / "experiment_files" / "one_rank_alone.py"
 
 
 @pytest.mark.full

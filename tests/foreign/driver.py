@@ -19,7 +19,7 @@ from typing import Any, Literal
 from ddp_core.base.errors import ExitCode
 from ddp_core.record.directory import find_runs
 from tests.foreign.fleet import GROUPS, Case
-from tests.support import ranks
+from tests.support import processes
 
 Outcome = Literal["identical", "refused", "warned", "SILENT", "FAULT", "HANG", "not tried"]
 """identical: the weights, their average and the optimizer's state of `single`. refused: a line that says why, and exit
@@ -59,7 +59,7 @@ RESUMED_ON = ("single", "dp x 2", "ddp x 3")
 
 
 @dataclass(frozen=True)
-class Ended(ranks.Ended):
+class Ended(processes.Ended):
     """How the processes of one layout ended, and the digests of the result."""
 
     digests: tuple[str | None, ...] | None = None
@@ -67,7 +67,7 @@ class Ended(ranks.Ended):
 
 def load(groups: Sequence[str]) -> None:
     """Load what the cases of these groups need."""
-    ranks.load([package for group in groups for package in GROUPS[group]])
+    processes.load([package for group in groups for package in GROUPS[group]])
 
 
 def run(case: Case, ways: Sequence[str] = COLUMNS) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _kill_and_resume(case: Case, output: Path) -> Ended:
 
 def _train(case: Case, way: Way, output: Path, *more: str) -> Ended:
     words = ["train", *case.words, *way.words, "--device", "cpu", "--output", str(output), "--log-every", "1", *more]
-    launched = ranks.launch(words, way.ranks, output, SECONDS_LARGE if case.is_large else SECONDS)
+    launched = processes.launch(words, way.ranks, output, SECONDS_LARGE if case.is_large else SECONDS)
     records = [record for _, record in find_runs(output)]
     digests = None
     if launched.code is not None and len(records) == 1 and "weights_sha256" in records[0]:

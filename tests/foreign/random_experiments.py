@@ -45,16 +45,6 @@ class Habit:
 
 
 ACTIVATIONS = ("nn.ReLU()", "nn.GELU()", "nn.Tanh()", "nn.SiLU()", "nn.ReLU(inplace=True)")
-_BLOCK = """
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        wide, narrow = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
-        self.layers = nn.Sequential(nn.LayerNorm(WIDTH), wide, {act}, nn.Dropout(0.2), narrow)
-
-    def forward(self, rows):
-        return rows + self.layers(rows)
-"""
 _ATTENTION = """
 class Attends(nn.Module):
     def __init__(self):
@@ -91,8 +81,6 @@ def _family(draw: random.Random) -> Family:
             Family(
                 "mlp", ROWS, f"nn.Sequential(nn.Linear(10, 12), {norm}, {act}, nn.Dropout(0.2), nn.Linear(12, WIDTH))"
             ),
-            Family("lazy mlp", ROWS, f"nn.Sequential(nn.LazyLinear(12), {norm}, {act}, nn.Linear(12, WIDTH))"),
-            Family("residual", ROWS, "nn.Sequential(nn.Linear(10, WIDTH), Block(), Block())", _BLOCK.format(act=act)),
             Family(
                 "conv", IMAGES, f"nn.Sequential({conv}, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, WIDTH))"
             ),
@@ -124,7 +112,7 @@ class Anneals(Callback):
     ranks = "all"
 
     def on_step(self, moment):
-        {}
+        moment.model.temperature = 1 / (1 + moment.step)
 
 
 callbacks = [Anneals()]
@@ -176,28 +164,9 @@ HABITS: tuple[Habit, ...] = (
         hidden="hidden = hidden * self.table",
     ),
     Habit(
-        "a table made by the first forward",
-        "self.table = None",
-        hidden="if self.table is None:\n    self.table = torch.linspace(0.5, 1, WIDTH)\nhidden = hidden * self.table",
-    ),
-    Habit(
         "a counter that is used",
         'self.register_buffer("seen", torch.zeros(()))',
         hidden="if self.training:\n    self.seen += 1\nhidden = hidden / (1 + self.seen)",
-    ),
-    Habit(
-        "a moving mean",
-        'self.register_buffer("mean", torch.zeros(WIDTH))',
-        hidden="if self.training:\n    self.mean.lerp_(hidden.detach().float().mean(0), 0.1)\n"
-        "hidden = hidden - self.mean",
-    ),
-    Habit(
-        "an attribute that counts", "self.calls = 0", hidden="self.calls += 1\nhidden = hidden * (1 + 0.1 * self.calls)"
-    ),
-    Habit(
-        "a forward hook",
-        "self.middle.register_forward_hook(scaled)",
-        functions="def scaled(module, given, output):\n    return output * 1.5",
     ),
     Habit(
         "a backward hook",
@@ -206,20 +175,11 @@ HABITS: tuple[Habit, ...] = (
         "    return tuple(None if each is None else each / 2 for each in given)",
     ),
     Habit(
-        "a weight hook by the model",
-        "self.head.weight.register_hook(lambda gradient: gradient * self.head.bias.detach().sum().cos())",
-    ),
-    Habit(
         "a hook after accumulation",
         "self.head.weight.register_post_accumulate_grad_hook(doubled)",
         functions="def doubled(weight):\n    weight.grad.mul_(2)",
     ),
-    Habit(
-        "a hook on hidden numbers",
-        hidden="if hidden.requires_grad:\n    hidden.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))",
-    ),
     Habit("weight norm", "nn.utils.parametrizations.weight_norm(self.middle)"),
-    Habit("orthogonal", "nn.utils.parametrizations.orthogonal(self.middle)"),
     Habit("the older spectral norm", "nn.utils.spectral_norm(self.middle)"),
     Habit("a frozen layer", "self.middle.requires_grad_(False)"),
     Habit("unused weights", "self.never = nn.Linear(WIDTH, 3)", settings=_UNUSED),
@@ -238,26 +198,13 @@ HABITS: tuple[Habit, ...] = (
         methods=_STILL,
     ),
     Habit(
-        "batch norm without statistics",
-        "self.now = nn.BatchNorm1d(WIDTH, track_running_stats=False)",
-        hidden=_CALLED.format("self.now"),
-    ),
-    Habit(
         "one batch norm twice", "self.norm = nn.BatchNorm1d(WIDTH)", hidden="hidden = self.norm(self.norm(hidden) * 2)"
     ),
     Habit("clamped weights", inputs="with torch.no_grad():\n    self.head.weight.clamp_(-0.3, 0.3)"),
     Habit(
-        "decaying weights", inputs="if self.training:\n    with torch.no_grad():\n        self.head.weight.mul_(0.99)"
-    ),
-    Habit(
         "draws from python",
         hidden="if self.training and random.random() < 0.4:\n    hidden = hidden * random.uniform(0.5, 1.5)",
     ),
-    Habit(
-        "draws from numpy",
-        hidden="if self.training:\n    hidden = hidden + torch.from_numpy(np.random.standard_normal(WIDTH)).float()",
-    ),
-    Habit("draws from torch", hidden="if self.training:\n    hidden = hidden + 0.1 * torch.randn_like(hidden)"),
     Habit("dropout always", hidden="hidden = functional.dropout(hidden, 0.3, training=True)"),
     Habit(
         "seeds itself",
@@ -269,7 +216,6 @@ HABITS: tuple[Habit, ...] = (
         "self.draw = torch.Generator().manual_seed(3)",
         hidden="hidden = hidden + 0.1 * torch.randn(WIDTH, generator=self.draw)",
     ),
-    Habit("a scalar parameter", "self.scale = nn.Parameter(torch.tensor(1.5))", hidden="hidden = hidden * self.scale"),
     Habit(
         "a transposed parameter",
         "self.turned = nn.Parameter(torch.randn(4, WIDTH).t() * 0.2)",
@@ -292,8 +238,6 @@ HABITS: tuple[Habit, ...] = (
         "    hidden = hidden + 0.1 * slope.sum(0)",
     ),
     Habit("a function with its own backward", hidden="hidden = Rounded.apply(hidden)", functions=_ROUNDED),
-    Habit("one sample at a time", hidden="hidden = torch.stack([torch.tanh(each * 2) for each in hidden])"),
-    Habit("mean of the micro-batch", hidden="hidden = hidden - hidden.mean(0, keepdim=True)"),
     Habit("sorted by the micro-batch", hidden="hidden = hidden[hidden.detach().float().sum(1).argsort().argsort()]"),
     Habit("freezing", callback=_FREEZES.format(False)),
     Habit("unfreezing", "self.middle.requires_grad_(False)", callback=_FREEZES.format(True)),
@@ -301,19 +245,7 @@ HABITS: tuple[Habit, ...] = (
         "annealing an attribute",
         "self.temperature = 1.0",
         hidden="hidden = hidden * self.temperature",
-        callback=_ANNEALS.format("moment.model.temperature = 1 / (1 + moment.step)"),
-    ),
-    Habit(
-        "annealing dropout",
-        "self.drop = nn.Dropout(0.5)",
-        hidden=_CALLED.format("self.drop"),
-        callback=_ANNEALS.format("moment.model.drop.p = 0.5 / (1 + moment.step)"),
-    ),
-    Habit(
-        "noise on the weights",
-        callback=_ANNEALS.format(
-            "with torch.no_grad():\n            moment.model.head.weight.add_(0.01 * torch.randn(CLASSES, WIDTH))"
-        ),
+        callback=_ANNEALS,
     ),
     Habit("counting", callback=_COUNTS),
 )
@@ -449,8 +381,6 @@ def _habits(draw: random.Random, family: Family) -> list[Habit]:
     for habit in draw.sample(HABITS, draw.choice((0, 1, 1, 2, 2, 3))):
         clashes = any(habit.callback and each.callback for each in chosen)
         clashes |= any(set(_names(habit)) & set(_names(each)) for each in chosen)
-        # A lazy layer has no weights yet that could be frozen.
-        clashes |= "Lazy" in family.body and "self.body.parameters" in habit.made
         if not clashes and (family.inputs != WORDS or not habit.needs_numbers):
             chosen.append(habit)
     return chosen

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.cli import main
 from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.config.layout import Layout
@@ -155,6 +157,18 @@ def test_unknown_names_and_unreadable_files_get_the_nearest(tmp_path: Path, monk
     assert "did you mean mine.py?" in refusal("./mine")
     assert "unknown experiment" in refusal("../mine")
     assert "unknown experiment" in refusal("")
+
+
+def test_without_the_laboratory_experiments_and_commands_name_what_brings_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    brings = "samebits-lab: pip install 'samebits[lab]'"
+    with pytest.raises(UserError, match=re.escape(brings)):
+        load_experiment("digits", [tmp_path / "none"])
+    monkeypatch.setattr("ddp_core.cli.click_kinds._offered", dict)
+    monkeypatch.setattr("ddp_core.base.extras.find_spec", lambda _: None)
+    assert main(["report"]) == ExitCode.BAD_INPUT
+    assert brings in capsys.readouterr().err
 
 
 def test_a_folder_experiments_here_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

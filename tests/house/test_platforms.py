@@ -33,3 +33,13 @@ def test_a_name_that_windows_cannot_load_says_why() -> None:
 def test_portable_numerics_are_refused_on_arm_with_the_reason(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: machine)
     assert portable_refused_by() == f"it is for x86-64 CPUs, and this machine is {machine}"
+
+
+def test_without_torch_one_line_says_that_its_build_is_the_users_to_choose() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; from ddp_core.cli import main; sys.exit(main(['train', 'digits']))"
+    )
+    ended = command(program=("-c", program))
+    assert (ended.code, ended.output, ended.errors.count("\n")) == (2, "", 1)
+    assert "torch is not installed in this environment" in ended.errors
+    assert "docs/how-to/install-with-uv.md" in ended.errors

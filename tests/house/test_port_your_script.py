@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from tests.support.pages import Started
+from tests.house.pages import Started
 from tests.support.processes import run_processes
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ import yaml
 
 from tests.house.conftest import settings
 from tests.house.kubernetes_files import FOLDER
+from tests.house.pages import Started, blocks
 from tests.support.commands import ROOT, trained
-from tests.support.pages import Started, blocks
 from tests.support.processes import free_port
 
 HOW_TO = ROOT / "docs" / "how-to"

@@ -14,6 +14,21 @@ from tests.support.commands import ROOT, command
 BUDGET = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["size"]
 
 
+TELLS = """
+import json, os, sys
+from pathlib import Path
+from ddp_core import Callback
+
+class Tells(Callback):
+    def on_epoch(self, moment):
+        names = [name for name in sys.modules if name.partition(".")[0] == "ddp_core"]
+        Path(os.environ["DDP_LOADED"]).write_text(json.dumps(names))
+
+callbacks = [Tells()]
+"""
+"""What tells after an epoch which modules of ddp_core its process has loaded."""
+
+
 def lines_of(file: Path) -> int:
     return len(file.read_text(encoding="utf-8").splitlines())
 
@@ -34,7 +49,8 @@ def test_every_room_has_a_budget() -> None:
 def test_a_healthy_worker_loads_only_what_trains(tmp_path: Path) -> None:
     told = tmp_path / "loaded.json"
     words = ["--layout", "ddp", "--nproc-per-node", "2", "--device", "cpu", "--output", tmp_path]
-    file = ROOT / "tests" / "support" / "experiment_files" / "what_is_loaded.py"
+    file, toy = tmp_path / "mine.py", (ROOT / "experiments" / "toy_mlp.py").read_text()
+    file.write_text(toy.replace('numerics="portable",', "") + TELLS)
     ended = command("train", file, *words, env={"DDP_LOADED": str(told)})
     assert ended.code == 0, ended.errors
     loaded = json.loads(told.read_text())

@@ -11,7 +11,7 @@ import pytest
 
 from ddp_core.record.directory import find_runs
 from tests.house.conftest import settings
-from tests.support.pages import Reader
+from tests.house.pages import Reader
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [

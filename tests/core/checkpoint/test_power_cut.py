@@ -12,7 +12,7 @@ import torch
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import target_of
 from ddp_core.checkpoint import Checkpointer, Fence, best_checkpoint, load, newest_valid, read_checkpoint
-from tests.support.power_cut import TracedDisk
+from tests.core.checkpoint.power_cut import TracedDisk
 
 # Steps, and whether each is the best. One is saved twice; in the end all but the newest and the best are removed.
 SAVES = ((10, True), (20, False), (20, False), (30, True), (40, False))

@@ -17,7 +17,7 @@ from ddp_core.cli.bundle import make_bundle
 from tests.support.commands import ROOT, ddp, train, trained
 from tests.support.processes import run_processes
 
-AVERAGED = ROOT / "tests" / "support" / "experiment_files" / "averaged.py"
+AVERAGED = ROOT / "tests" / "core" / "record" / "experiment_files" / "averaged.py"
 
 
 @pytest.fixture(scope="module")

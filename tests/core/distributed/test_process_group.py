@@ -18,7 +18,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed import process_group
 from ddp_core.distributed.process_group import Collectives, agreed_backend
 from ddp_core.distributed.world import World
-from tests.support.feigned_nccl import Event, done
+from tests.core.distributed.feigned_nccl import Event, done
 from tests.support.wording import refusing
 
 __all__ = ["done"]

@@ -25,8 +25,8 @@ from ddp_core.distributed.stop import (
 )
 from ddp_core.distributed.world import World, free_port
 from ddp_core.record.directory import find_runs
+from tests.distributed.asking import Send, has_begun, to_every_process, to_its_group, to_the_command
 from tests.faults.matrix import record_row
-from tests.support.asking import Send, has_begun, to_every_process, to_its_group, to_the_command
 from tests.support.commands import ddp, forked, running, train, trained, wait_until
 from tests.support.layout_cases import ADAMW_MLP
 from tests.support.processes import HANG

@@ -16,7 +16,7 @@ from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.live import collectives as live
 from ddp_core.live.collectives import SPARING, LiveCollectives
-from tests.support.feigned_nccl import Event, done
+from tests.core.distributed.feigned_nccl import Event, done
 from tests.support.wording import refusing
 
 __all__ = ["done"]

@@ -14,7 +14,7 @@ from torch.nn import functional
 from ddp_core.numerics import chains
 from ddp_core.numerics.chains import chained, chained_into
 from ddp_core.numerics.kernels import portable_kernels
-from tests.support.chains import product_in_chains
+from tests.core.numerics.chains import product_in_chains
 from tests.support.processes import ask
 from tests.support.wording import refusing
 

@@ -24,7 +24,7 @@ from ddp_core.record.trained import States
 from tests.support.commands import ROOT, ddp, train, trained
 from tests.support.wording import refusing
 
-AVERAGED = ROOT / "tests" / "support" / "experiment_files" / "averaged.py"
+AVERAGED = ROOT / "tests" / "core" / "record" / "experiment_files" / "averaged.py"
 
 
 @pytest.fixture(scope="module")

@@ -12,17 +12,17 @@ from ddp_core.checkpoint import find_checkpoints, load
 from ddp_core.record.directory import find_runs
 from tests.core.run.test_repeat import BEGIN
 from tests.support.commands import Ended, ddp, trained
-from tests.support.layout_cases import ADAMW_MLP, FILES, WHOLE_JOB
+from tests.support.layout_cases import ADAMW_MLP, EVERY_NAME, FILES
 
 FILE = FILES / "loses.py"
 REHEARSED = ("--rehearsal", "on")
 slow = pytest.mark.slow
 
 
-def run(output: Path, loses: str, *words: object, file: object = FILE) -> Ended:
+def run(output: Path, case: str, *words: object, file: object = FILE) -> Ended:
     """How a training of 8 steps ended that saves after every second one."""
     begin = ("train", file, "--device", "cpu", "--output", output, "--checkpoint-every", 2, "--synchronous-save")
-    return ddp(*begin, *words, env={"LOSES": loses})
+    return ddp(*begin, *words, env={"LOSES": case, "CASE": case})
 
 
 def found(output: Path) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def test_a_file_that_was_edited_before_a_resume_is_found(tmp_path: Path) -> None
 @pytest.mark.parametrize("guard", ["normal", pytest.param("strict", marks=slow)])
 def test_samples_that_are_random_beside_digested_ones_are_named_and_trained(tmp_path: Path, guard: str) -> None:
     words = (*REHEARSED, "--guard", guard, "--set", "epochs=2", "--checkpoint-every", 11)
-    ended = run(tmp_path, "", *words, file=FILES / "random_rows.py")
+    ended = run(tmp_path, "noisy but where it is digested", *words, file=FILES / "foreign_code.py")
     if guard == "strict":
         assert (ended.code, "One process trained twice" in ended.errors) == (ExitCode.BAD_INPUT, True), ended.errors
         return
@@ -129,7 +129,7 @@ def test_samples_that_are_random_beside_digested_ones_are_named_and_trained(tmp_
 
 
 ACCEPTED = {
-    "everything of its own, cut": [WHOLE_JOB, "--layout", "ddp", "--nproc-per-node", 2, "--shard", "gradients"],
+    "everything of its own, cut": [EVERY_NAME, "--layout", "ddp", "--nproc-per-node", 2, "--shard", "gradients"],
     "fp16, cut": [
         *(ADAMW_MLP, "--set", "max_steps=5", "--set", "precision=fp16"),
         *("--layout", "ddp", "--nproc-per-node", 2, "--shard", "gradients"),

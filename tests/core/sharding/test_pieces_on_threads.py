@@ -20,7 +20,7 @@ from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction import ExactReduction
 from ddp_core.sharding import OwnsPieces
 from ddp_core.sharding.owns_part import whole_on_first
-from tests.support.thread_world import on_thread_world
+from tests.core.sharding.thread_world import on_thread_world
 from tests.support.wording import refusing
 
 STEPS = (5, 1, 4)

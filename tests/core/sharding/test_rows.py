@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ddp_core.base.errors import UserError
 from ddp_core.sharding import OwnsPieces
 from ddp_core.sharding.rows import OwnsRows
-from tests.support.thread_world import on_thread_world
+from tests.core.sharding.thread_world import on_thread_world
 
 MICRO_BATCHES, WIDTH = 5, 6
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from ddp_core.base.errors import UserError
 from ddp_core.sharding.rows import OwnsRows
 from tests.core.sharding.test_pieces_on_threads import STEPS, bits, trained
-from tests.support.thread_world import on_thread_world
+from tests.core.sharding.thread_world import on_thread_world
 
 
 class Sometimes(nn.Module):

@@ -21,8 +21,7 @@ from tests.support.commands import train, trained
 pytestmark = pytest.mark.extras("torchmetrics")
 
 CPU = torch.device("cpu")
-FILES = Path(__file__).parents[2] / "support" / "experiment_files"
-FILE = str(FILES / "other_peoples_metrics.py")
+FILE = str(Path(__file__).parent / "experiment_files" / "other_peoples_metrics.py")
 SIZES = (7, 7, 7, 2)
 
 

@@ -24,7 +24,6 @@ from ddp_lab.cluster.runs import Planned, find_baseline
 from ddp_lab.cluster.verdict import NodeResult, Verdict, judge
 from ddp_lab.probe.published import published
 from tests.support.commands import Ended, ddp, train
-from tests.support.commands import command as start
 from tests.support.processes import HANG
 from tests.support.records import a_record
 from tests.support.wording import refusing, said_as_before
@@ -259,14 +258,6 @@ def check_cluster(output: Path, ended: Ended) -> None:
 def test_two_local_nodes_train_and_are_compared_with_the_baseline_that_is_there(tmp_path: Path) -> None:
     train(tmp_path, "toy_mlp")
     check_cluster(tmp_path, ddp(*UP, "--output", tmp_path, module="ddp_lab.cluster.__main__"))
-
-
-@pytest.mark.slow
-def test_two_local_nodes_train_after_their_baseline_as_a_user_starts_them(tmp_path: Path) -> None:
-    ended = start(*UP, "--output", tmp_path, program=("-m", "ddp_lab.cluster"))
-    check_cluster(tmp_path, ended)
-    assert "single | " in ended.output
-    assert "published weights of toy_mlp" in ended.output
 
 
 @pytest.mark.slow

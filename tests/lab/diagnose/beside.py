@@ -32,6 +32,7 @@ _AUDIT = """
 def _audited(loss):
     import json, sys
     import guardtower
+    import torch.distributed as dist
     from torch import nn
     known = [each for each in (globals().get("ddp"), globals().get("model")) if isinstance(each, nn.Module)]
     report = guardtower.audit(known[0], loss, optimizer=globals().get("optimizer"))
@@ -57,7 +58,8 @@ def guardtower(name: str, folder: Path) -> dict[str, object]:
     """What guardtower says of the script, and of its twin."""
     tree = ast.fix_missing_locations(_AuditFirstLoss().visit(ast.parse((FIXTURES / f"{name}.py").read_text())))
     lines = ast.unparse(tree).splitlines()
-    at = next(index for index, line in enumerate(lines) if line.startswith("dist.init_process_group"))
+    at = 1 + max(index for index, line in enumerate(lines) if line.startswith(("import ", "from ")))
+    shutil.copy(FIXTURES / "usual.py", folder)
     (folder / "audited.py").write_text("\n".join([*lines[:at], _AUDIT, *lines[at:]]))
     found: dict[str, object] = {}
     for kind, words in (("bug", []), ("twin", ["--mended"])):
@@ -95,7 +97,8 @@ def fork(folder: Path, rank: int, port: int, words: list[str]) -> int:
 def traincheck(name: str, folder: Path) -> dict[str, object]:
     """How many invariants of the twin the script breaks, and how many another run of the twin."""
     bin_folder = Path(sys.executable).parent
-    shutil.copy(FIXTURES / f"{name}.py", folder)
+    for file in (name, "usual"):
+        shutil.copy(FIXTURES / f"{file}.py", folder)
     for kind, words in (("good", "--mended"), ("twin", "--mended"), ("bug", "")):
         launch = f"{sys.executable} -m torch.distributed.run {' '.join(torchrun())}"
         (folder / f"{kind}.sh").write_text(f"{launch} {name}.py {words}\n")

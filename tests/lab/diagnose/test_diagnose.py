@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ def diagnose(folder: Path, *words: str) -> Ended:
 
 
 def write(folder: Path, text: str) -> str:
+    shutil.copy(FIXTURES / "usual.py", folder)
     (folder / "train.py").write_text(text)
     return "train.py"
 
@@ -50,7 +52,7 @@ def test_a_bug_is_told_with_its_evidence_its_line_and_its_mend(tmp_path: Path) -
     assert lines[-1] == "verdict: gradients-differ: mend this first, then look again"
     told = json.loads((tmp_path / "a" / "found.json").read_text())
     assert told["findings"][0]["site"] == f"train.py:{line}"
-    assert {file.name for file in tmp_path.iterdir()} == {"train.py", "a"}
+    assert {file.name for file in tmp_path.iterdir()} == {"train.py", "usual.py", "a"}
 
 
 def test_a_script_without_a_step_cannot_be_diagnosed(tmp_path: Path) -> None:

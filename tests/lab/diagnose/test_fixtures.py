@@ -36,4 +36,4 @@ def test_the_page_has_every_finding_and_every_script() -> None:
     assert f"{cases.BEGIN}\n\n{cases.between_marks()}\n\n{cases.END}" in cases.PAGE.read_text(), (
         "python -m tests.lab.diagnose.cases"
     )
-    assert {file.stem for file in FIXTURES.glob("*.py")} == CASES.keys()
+    assert {file.stem for file in FIXTURES.glob("*.py")} == {*CASES, "usual"}

@@ -3,7 +3,8 @@
 Each global batch of 60 is cut into ten micro-batches of 6, which 3 ranks cannot share evenly.
 """
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
 
@@ -17,6 +18,11 @@ def model(width: int = 24) -> nn.Module:
         nn.Dropout(0.3),
         nn.Linear(width, 10),
     )
+
+
+def loud(outputs: Tensor, targets: Tensor) -> Tensor:
+    """With `--set loss=loud`: so large that float16 gradients overflow at first."""
+    return 3000 * functional.cross_entropy(outputs, targets, reduction="sum")
 
 
 experiment = Experiment(

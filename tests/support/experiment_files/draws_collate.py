@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import torch
-from draws_rows import SETTINGS, data, layers
+from draws import SETTINGS, data, layers
 from torch import Tensor, nn
 
 from ddp_core import Component, Experiment

@@ -2,10 +2,10 @@
 
 import random
 
-import draws_rows
+import draws
 import numpy as np
 import torch
-from draws_rows import SETTINGS, layers
+from draws import SETTINGS, layers
 from torch import Tensor, nn
 
 from ddp_core import Component, Experiment
@@ -23,7 +23,7 @@ class AlwaysDropping(nn.Module):
 
 def data() -> tuple[InMemory, ...]:
     """Samples that are fetched without code of this file, so that nothing is keyed for that."""
-    return tuple(InMemory(*map(torch.stack, zip(*rows, strict=True))) for rows in draws_rows.data())
+    return tuple(InMemory(*map(torch.stack, zip(*rows, strict=True))) for rows in draws.data())
 
 
 def model() -> nn.Module:

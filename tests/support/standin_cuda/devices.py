@@ -147,15 +147,6 @@ def _properties(index: int) -> Any:
         pci_bus_id=index,
         pci_device_id=0,
         pci_domain_id=0,
-        L2_cache_size=2**20,
-        warp_size=32,
-        is_integrated=0,
-        is_multi_gpu_board=0,
-        max_threads_per_multi_processor=2048,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block=49152,
-        shared_memory_per_multiprocessor=233472,
-        gcnArchName="",
     )
 
 
