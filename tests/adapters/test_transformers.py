@@ -49,6 +49,35 @@ trainer.train()
 print("weights", weights_digest(network.state_dict()), flush=True)
 trainer.accelerator.end_training()
 """
+# Which words are masked is drawn while samples are put together.
+MASKED = """
+import torch
+from ddp_core.adapters.transformers import ExactTrainer
+from ddp_core.base.digests import weights_digest
+from tokenizers import Tokenizer, models
+from transformers import (
+    BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, PreTrainedTokenizerFast, TrainingArguments, set_seed
+)
+
+set_seed(0)
+words = {f"w{number}": number for number in range(61)} | {"[UNK]": 61, "[MASK]": 62, "[PAD]": 63}
+tokenizer = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(models.WordLevel(words, "[UNK]")),
+    unk_token="[UNK]", mask_token="[MASK]", pad_token="[PAD]",
+)
+data = [{"input_ids": text} for text in torch.randint(0, 61, (60, 12)).tolist()]
+sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+model = BertForMaskedLM(BertConfig(vocab_size=64, max_position_embeddings=12, **sizes))
+args = TrainingArguments(
+    "output", per_device_train_batch_size=2, num_train_epochs=2, use_cpu=True, report_to="none", learning_rate=1e-2
+)
+collate = DataCollatorForLanguageModeling(tokenizer)
+trainer = ExactTrainer(model, args, collate, data, micro_batches=6)
+trainer.train()
+print("weights", weights_digest(model.state_dict()), flush=True)
+trainer.accelerator.end_training()
+"""
+OWN_MASKS = MASKED.replace("Modeling(tokenizer)", "Modeling(tokenizer, seed=1)")
 COUNTING = OWN_MODEL.replace(
     "return {", "self.calls = getattr(self, 'calls', 0) + 1; inputs = inputs * (1 + self.calls); return {"
 )
@@ -68,6 +97,18 @@ def test_one_digest_on_any_number_of_ranks_also_resumed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_model_with_a_mean_loss_ends_as_in_a_plain_loop(tmp_path: Path) -> None:
     assert {only_digest(launch(OWN_MODEL, ranks, tmp_path), ranks) for ranks in (1, 3)} == {plain_digest()}
+
+
+@pytest.mark.slow
+def test_what_a_collator_draws_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    workers = MASKED.replace("use_cpu=True", "use_cpu=True, dataloader_num_workers=1")
+    digests = [only_digest(launch(script, ranks, tmp_path), ranks) for script, ranks in ((MASKED, 2), (workers, 1))]
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.slow
+def test_a_collator_with_a_generator_of_its_own_is_refused(tmp_path: Path) -> None:
+    assert "micro-batch 0 of epoch 0 (samples" in refused(OWN_MASKS, tmp_path)
 
 
 @pytest.mark.slow

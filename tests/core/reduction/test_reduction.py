@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ddp_core.reduction import ExactReduction, take_gradients
+from ddp_core.reduction import BatchStatistics, ExactReduction, GradientTree, take_gradients
 from ddp_core.reduction.communication import CommunicationThreads
 from ddp_core.reduction.exchange import LINE_BYTES, cut
 from tests.core.reduction.test_tree import by_definition
@@ -267,3 +267,22 @@ def test_communication_threads_choose_the_device_of_their_tensors(monkeypatch: p
     both.wait()
     assert threads.close(timeout=60)
     assert chosen == {"test": torch.device("cuda", 1)}
+
+
+def test_weights_and_layers_that_were_not_called_are_heard() -> None:
+    layer, idle, frozen = nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval()
+    statistics = BatchStatistics(nn.ModuleList([layer, idle, frozen]))
+    statistics.begin()
+    tree = GradientTree(2)
+    for batch, weight in zip(inputs(2), (5, 3), strict=True):
+        layer(batch)
+        frozen(batch)
+        tree.push([statistics.take(weight)])
+    (total,) = tree.subtrees[0].tensors
+    statistics.finish(total)
+    means = [batch.mean(0) for batch in inputs(2)]
+    torch.testing.assert_close(layer.running_mean, 0.1 * (5 * means[0] + 3 * means[1]) / 8)
+    assert int(layer.num_batches_tracked) == 1
+    for untouched in (idle, frozen):
+        assert untouched.state_dict().keys() == nn.BatchNorm1d(3).state_dict().keys()
+        assert all(torch.equal(a, b) for a, b in zip(untouched.buffers(), nn.BatchNorm1d(3).buffers(), strict=True))

@@ -310,15 +310,38 @@ class Stored(nn.Module):
         state["reshaped"] = state["reshaped"].view(1, 2)
 
 
-def test_weights_that_are_tied_left_out_or_reshaped_go_out_as_they_are() -> None:
+def test_weights_go_out_as_what_each_rank_owns_of_them() -> None:
+    def weights(group: Any) -> Any:
+        made = copy.deepcopy(net())
+        owned = OwnsPieces(made, optimizer(made), 2, process_group=group)
+        average = copy.deepcopy(made)
+        with torch.no_grad():
+            for parameter in average.parameters():
+                parameter.add_(1.0)
+        found = owned.own_weights(), owned.own_weights(average)
+        trained = [name for name, each in made.named_parameters(remove_duplicate=False) if each.requires_grad]
+        for state in found:
+            assert [name for name, each in state.items() if isinstance(each, CutTensor)] == trained
+            assert state["again.weight"] is state["first.weight"]
+        whole = whole_on_first(found[1], group)
+        assert bits(whole) == (None if group.rank() else bits(average.state_dict()))
+        other = Stored()
+        kept = OwnsPieces(other, optimizer(other), 2, process_group=group).own_weights()
+        assert isinstance(kept["usual"], CutTensor)
+        assert kept["reshaped"].tolist() == [[0.0, 1.0]]
+        return {name: sum(map(len, each.pieces.values())) for name, each in found[0].items() if name in trained}
+
+    ranks = on_thread_world(2, weights)
+    for name, parameter in net().named_parameters():
+        assert not parameter.requires_grad or sum(sizes[name] for sizes in ranks) == parameter.numel()
+
+
+def test_weights_that_are_left_out_or_reshaped_go_out_as_they_are() -> None:
     def weights(group: Any) -> None:
         other = Stored()
         kept = OwnsPieces(other, optimizer(other), 2, process_group=group).own_weights()
         assert isinstance(kept["usual"], CutTensor)
         assert kept["reshaped"].tolist() == [[0.0, 1.0]]
-        made = copy.deepcopy(net())
-        tied = OwnsPieces(made, optimizer(made), 2, process_group=group).own_weights()
-        assert tied["again.weight"] is tied["first.weight"], "saved once"
 
     on_thread_world(2, weights)
 

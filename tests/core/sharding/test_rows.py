@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ddp_core.base.digests import bytes_of
 from ddp_core.base.errors import UserError
+from ddp_core.checkpoint import CutTensor
 from ddp_core.sharding import OwnsPieces
 from ddp_core.sharding.rows import OwnsRows
 from tests.core.sharding.thread_world import on_thread_world
@@ -21,7 +23,7 @@ MICRO_BATCHES, WIDTH = 5, 6
 
 
 class Net(nn.Module):
-    """Two blocks, a tied weight, one of a single row, a frozen one, and buffers."""
+    """Two blocks, a tied weight, one of a single row, a frozen one, buffers, and a state that is no tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,12 +34,19 @@ class Net(nn.Module):
         self.last.weight = self.first.weight
         self.row = nn.Parameter(torch.ones(1, WIDTH))
         self.frozen = nn.Parameter(torch.ones(3, WIDTH), requires_grad=False)
+        self.told = "at first"
 
     def forward(self, rows: Tensor) -> Tensor:
         rows = self.norm(self.first(rows) * self.row)
         for layer in self.layers:
             rows = torch.tanh(layer(rows))
         return self.last(rows) + self.frozen.sum(0)
+
+    def get_extra_state(self) -> str:
+        return self.told
+
+    def set_extra_state(self, state: str) -> None:
+        self.told = state
 
 
 def net(seed: int = 0) -> Net:
@@ -78,11 +87,6 @@ def test_blocks_are_freed_after_a_forward_and_what_is_outside_of_them_is_not() -
             module(inputs())
         assert not isinstance(module.row, DTensor)
         assert all(isinstance(layer.weight, DTensor) for layer in module.layers)
-        own, described = owned.own_weights(), owned.described_weights()
-        assert own["first.weight"] is own["last.weight"], "tied weights are saved once"
-        assert list(described) == list(NETS[0].state_dict())
-        for theirs in described.values():
-            assert theirs.untyped_storage().nbytes() <= theirs.element_size(), "no memory for what is described"
         owned.reduction.close()
 
     on_thread_world(2, check)
@@ -124,3 +128,46 @@ def test_a_state_of_another_model_is_refused_by_name(change: dict[str, Any], wor
         owned.reduction.close()
 
     on_thread_world(2, load)
+
+
+def described(state: Any) -> Any:
+    """A text that differs wherever two states do: in names and their sequence, values, dtypes, shapes and strides."""
+    if state is None:
+        return None
+    return [
+        (name, each.dtype, each.shape, each.stride(), bytes_of(each.detach()).numpy().tobytes())
+        if isinstance(each, Tensor)
+        else (name, each)
+        for name, each in state.items()
+    ]
+
+
+def test_what_goes_out_has_the_names_and_kinds_of_one_process() -> None:
+    reference = NETS[0].state_dict()
+    names = [name for name, _ in NETS[0].named_parameters(remove_duplicate=False)]
+
+    def check(group: Any) -> None:
+        owned = owns(group)
+        weights = owned.described_weights()
+        assert list(weights) == list(reference)
+        for name, value in reference.items():
+            theirs = weights[name]
+            if isinstance(value, Tensor):
+                assert (theirs.dtype, theirs.shape) == (value.dtype, value.shape), name
+                assert theirs.untyped_storage().nbytes() <= theirs.element_size(), "no memory for what is described"
+            else:
+                assert theirs == value
+        own = owned.own_weights()
+        assert own["first.weight"] is own["last.weight"]
+        assert {name for name, value in own.items() if isinstance(value, CutTensor)} == set(names)
+        assert described(owned.whole_weights()) == described(None if group.rank() else dict(reference))
+        trained = set(names) - {"frozen"}
+        assert set(owned.trained) == trained
+        assert {each.name for each in owned.owned} == set(names) - {"last.weight"}
+        owned.load_weights(NETS[1].state_dict() | {"_extra_state": "at last", "norm.running_mean": torch.ones(WIDTH)})
+        assert owned.module.told == "at last"
+        expected = dict(NETS[1].state_dict()) | {"_extra_state": "at last", "norm.running_mean": torch.ones(WIDTH)}
+        assert described(owned.whole_weights()) == described(None if group.rank() else expected)
+        owned.reduction.close()
+
+    on_thread_world(2, check)
