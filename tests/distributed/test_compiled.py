@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import ddp, train
+from tests.support.layout_cases import FILES
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # every process compiles for itself
 def test_a_compiled_model_has_one_digest(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(TEXT.format("layers.compile()"))
-    short = [file, "--set", "max_steps=3"]
+    short = [FILES / "compiled.py", "--set", "max_steps=3"]
     alone = train(tmp_path / "single", *short)
     ranks = train(tmp_path / "ddp", *short, ranks=2)
     assert alone["weights_sha256"] == ranks["weights_sha256"]
@@ -32,7 +31,7 @@ def model():
 
 experiment = Experiment(
     name="mine", data=Component(name="toy_data"), loss="mean_squared_error", global_batch_size=8, micro_batch=4,
-    epochs=1,
+    max_steps=1,
 )
 """
 PART = 'layers[0] = torch.compile(layers[0], backend="eager")'

@@ -75,6 +75,8 @@ def test_two_nodes_of_two_ranks_end_with_the_bits_of_one_process(tmp_path: Path,
 @pytest.mark.parametrize("words", [[EVERY_KIND, "--set", "ema_decay=0.9"], [EVERY_NAME]], ids=["tied", "with buffers"])
 def test_averages_end_with_the_same_bits(tmp_path: Path, words: list[str]) -> None:
     expected = facts(train(tmp_path / "single", *words)), saved_average(tmp_path / "single")
+    replicas = train(tmp_path / "dp", *words, "--layout", "dp", "--nproc-per-node", "2")
+    assert (facts(replicas), saved_average(tmp_path / "dp")) == expected
     for shard in ("optimizer", "gradients"):  # averages need whole weights
         for ranks in (2, 3):
             record = train(tmp_path / f"{shard}-{ranks}", *words, "--shard", shard, ranks=ranks)

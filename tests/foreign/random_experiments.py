@@ -112,7 +112,7 @@ class Anneals(Callback):
     ranks = "all"
 
     def on_step(self, moment):
-        moment.model.temperature = 1 / (1 + moment.step)
+        {}
 
 
 callbacks = [Anneals()]
@@ -245,7 +245,13 @@ HABITS: tuple[Habit, ...] = (
         "annealing an attribute",
         "self.temperature = 1.0",
         hidden="hidden = hidden * self.temperature",
-        callback=_ANNEALS,
+        callback=_ANNEALS.format("moment.model.temperature = 1 / (1 + moment.step)"),
+    ),
+    Habit(
+        "annealing dropout",
+        "self.drop = nn.Dropout(0.5)",
+        hidden=_CALLED.format("self.drop"),
+        callback=_ANNEALS.format("moment.model.drop.p = 0.5 / (1 + moment.step)"),
     ),
     Habit("counting", callback=_COUNTS),
 )
