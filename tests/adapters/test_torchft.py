@@ -26,10 +26,12 @@ LOOP = "while steps.step < 30:\n"
 GATE = f"""import time
 from pathlib import Path
 print("ready", flush=True)
+while not Path("begin").exists():
+    time.sleep(0.01)
 {LOOP}    while steps.step >= 20 and not Path("go").exists():
         time.sleep(0.01)
 """
-"""The loop, which waits at step 20 until there is a file."""
+"""The loop, which waits before its first step, and at step 20, until there is a file."""
 
 
 def script() -> str:
@@ -114,8 +116,11 @@ def test_replicas_are_lost_and_come_and_the_bits_stay(tmp_path: Path, lighthouse
         def start(name: str) -> Replica:
             return stack.enter_context(Replica(tmp_path, text, lighthouse_for_two, name))
 
-        first, second, third = (start(name) for name in "abc")
-        for each in (first, second, third):
+        first, second, third = all_three = [start(name) for name in "abc"]
+        # Two alone would be at step 20 before a third that is slow to start, and wait there, while it waits for them.
+        wait_until(lambda: all("ready" in each.said for each in all_three), HANG, "all three are ready")
+        (tmp_path / "begin").touch()
+        for each in all_three:
             each.wait_for_step(4)
         second.process.kill()
         first.wait_for_step(20)
