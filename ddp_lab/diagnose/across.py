@@ -65,11 +65,12 @@ def of_one_process(one: Run, run: Run) -> Iterator[Finding]:
     alone, at = one.ranks[0].steps[0], next(run.by_step())
     if alone.event["weights_before"] != at[0].event["weights_before"]:
         raise UserError("not proved: one process begins with other weights")
-    if not alone.samples or sorted(alone.samples) != _samples(at):
+    if not alone.samples or not has_samples_of(one, run):
         raise UserError("not proved: one process could not be given the samples of all ranks")
     if any(forward["moved"] for forward in alone.forwards):
         raise UserError("not proved: random numbers are drawn in forward")
-    factors = dict(_factors(alone, at))
+    if not (factors := dict(_factors(alone, at))):
+        raise UserError("not proved: what its backward passes give is not known")
     others = {name: factor for name, factor in factors.items() if factor is None or abs(factor - 1) > CLEAR}
     if not others:
         return
@@ -87,17 +88,17 @@ def of_one_process(one: Run, run: Run) -> Iterator[Finding]:
     ):
         yield Finding("other-gradient", evidence, run.world, where)
     else:
-        name = "step-grows-with-ranks" if len(others) == len(factors) else "reduced-unlike"
-        yield Finding(name, evidence, run.world, where)
-
-
-def _samples(at: Sequence[Step]) -> list[str]:
-    return sorted(sample for step in at for sample in step.samples)
+        kind = "step-grows-with-ranks" if len(others) == len(factors) else "reduced-unlike"
+        yield Finding(kind, evidence, run.world, where)
 
 
 def has_samples_of(one: Run, run: Run) -> bool:
     """Whether the first step on one rank has the samples of all ranks' first step anyway."""
-    return sorted(one.ranks[0].steps[0].samples) == _samples(next(run.by_step()))
+    return sorted(_first_samples(one)) == sorted(_first_samples(run))
+
+
+def _first_samples(run: Run) -> list[str]:
+    return [sample for step in next(run.by_step()) for sample in step.samples]
 
 
 def _factors(alone: Step, at: Sequence[Step]) -> Iterator[tuple[str, float | None]]:
@@ -180,8 +181,7 @@ def _alike(rates: Sequence[float], others: Sequence[float]) -> bool:
 
 def _batch(one: Run, run: Run) -> Iterator[Finding]:
     """How many samples the first step has, and which."""
-    alone = one.ranks[0].steps[0].samples
-    together = [sample for step in next(run.by_step()) for sample in step.samples]
+    alone, together = _first_samples(one), _first_samples(run)
     if not alone or not together:
         return
     if len(together) != len(alone):

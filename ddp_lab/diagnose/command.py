@@ -188,7 +188,10 @@ def _gradient(runner: Runner, runs: Mapping[int, Run]) -> list[Finding]:
     run = runner.run(ranks, 1, given="")
     forwards = [len(each.ranks[0].steps[0].forwards) for each in (runs[1], runs[ranks])]
     given = ONE_BY_ONE if forwards[0] == ranks * forwards[1] else TOGETHER
-    one = runner.run(1, 1, given="" if across.has_samples_of(runs[1], run) else given, batches=run.folder)
+    try:
+        one = runner.run(1, 1, given="" if across.has_samples_of(runs[1], run) else given, batches=run.folder)
+    except NoStep as error:
+        raise UserError(f"not proved: with the samples of all ranks, {error}") from None
     return list(across.of_one_process(one, run))
 
 

@@ -166,7 +166,7 @@ class Tracer:
             self._recorder.write(
                 "forward",
                 **{
-                    # Another batch than the script has is not trained on where the script computes the loss itself.
+                    # Where the script computes the loss outside of the model, its targets are those of its own batch.
                     "samples": [] if is_another and not _has_loss(result) else rows([words, named]),
                     "sync": sync,
                     "generators": before,

@@ -48,14 +48,10 @@ class Batches:
         return found, found is not called_with
 
     def _of_all(self, source: str, index: int, batch: Any) -> Any:
-        ranks = len(list(self._folder.glob(f"{source}-0-*")))
-        if self._given == ONE_BY_ONE and ranks:
-            files = [self._file(source, index // ranks, index % ranks)]
-        else:
-            files = [self._file(source, index, rank) for rank in range(ranks)]
-        if not files:
+        if not (ranks := len(list(self._folder.glob(f"{source}-0-*")))):
             return batch
-        found = _together([pickle.loads(file.read_bytes()) for file in files])
+        places = [divmod(index, ranks)] if self._given == ONE_BY_ONE else [(index, rank) for rank in range(ranks)]
+        found = _together([pickle.loads(self._file(source, *each).read_bytes()) for each in places])
         self._is_loaded |= source != "forward"
         return found
 
@@ -64,7 +60,7 @@ class Batches:
 
 
 def make_still() -> None:
-    """Let dropout drop nothing, and batch norm use the statistics that it has, in this process."""
+    """Let dropout drop nothing in this process, and batch norm use its running statistics, not those of a batch."""
     for name in _DROPOUTS:
         setattr(functional, name, lambda given, *words, **named: given)
     attention, norm = functional.scaled_dot_product_attention, functional.batch_norm

@@ -15,7 +15,7 @@ UNTIL = "DDP_DIAGNOSE_UNTIL"
 TAPE = "DDP_DIAGNOSE_TAPE"
 """The number of optimizer steps of which every operation is to be written; without it, none is."""
 BATCHES = "DDP_DIAGNOSE_BATCHES"
-"""The folder in which the batches of all ranks are; without it, none are kept."""
+"""The folder for the batches of all ranks. Where it is named, nothing in a step is random, or of some samples alone."""
 GIVEN = "DDP_DIAGNOSE_GIVEN"
 """How one process gets them: `together`, `one by one`, or empty where it has its own."""
 

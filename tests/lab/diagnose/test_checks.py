@@ -145,6 +145,7 @@ def test_an_exchange_that_autograd_does_not_see_is_the_cause_of_another_gradient
         ({"weights_before": {"w": "other"}}, "begins with other weights"),
         ({"samples": ["a", "c"]}, "could not be given the samples"),
         ({"moved": ["torch"]}, "random numbers"),
+        ({"gradients": {}}, "not known"),
     ],
 )
 def test_where_nothing_is_proved_that_is_said(changes: dict[str, Any], said: str) -> None:
