@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import dist, hypot
 from typing import Any
 
@@ -14,6 +14,8 @@ from ddp_lab.diagnose.trace import Pass, Run, Step
 
 _DRAW_AGAIN = ("WeightedRandomSampler",)
 """Samplers that draw samples more than once on purpose."""
+_LARGE = 0.1
+"""An element of a gradient is large from this part of the largest on; so much of an update is no rounding."""
 
 
 def not_repeatable(one: Run, again: Run) -> Iterator[Finding]:
@@ -57,10 +59,11 @@ def with_ranks(one: Run, run: Run) -> Iterator[Finding]:
     yield from _epoch(one, run)
 
 
-def of_one_process(one: Run, run: Run) -> Iterator[Finding]:
-    """That the ranks' first step has another gradient than one process with all of their samples.
+def with_one_process(one: Run, run: Run, draws: bool) -> Finding:
+    """What the ranks' first step has otherwise than that of one process with all of their samples; else what remains.
 
-    Raises UserError where that is not proved.
+    `draws` says whether its forward passes draw random numbers, but for these two runs. Raises UserError where nothing
+    is proved.
     """
     alone, at = one.ranks[0].steps[0], next(run.by_step())
     if alone.event["weights_before"] != at[0].event["weights_before"]:
@@ -69,27 +72,32 @@ def of_one_process(one: Run, run: Run) -> Iterator[Finding]:
         raise UserError("not proved: one process could not be given the samples of all ranks")
     if any(forward["moved"] for forward in alone.forwards):
         raise UserError("not proved: random numbers are drawn in forward")
-    if not (factors := dict(_factors(alone, at))):
+    if not (rounding := dict(_rounding(alone, at))):
         raise UserError("not proved: what its backward passes give is not known")
-    others = {name: factor for name, factor in factors.items() if factor is None or abs(factor - 1) > CLEAR}
-    if not others:
-        return
-    name, factor = next(iter(others.items()))
-    how = f"{factor:.3g} times" if factor else "no multiple of"
-    evidence = (
-        f"step 1: the gradient of {name} is {how} that of one process with the same weights and the samples of all "
-        f"{run.world} ranks ({len(others)} of {len(factors)} parameters)"
-    )
-    unseen, where = [each["site"] for step in at for each in step.unseen], at[0].event["site"]
-    if unseen:
-        yield Finding("exchange-without-gradient", evidence, run.world, unseen[0])
-    elif any(
-        each is None or min(abs(each / run.world - 1), abs(each * run.world - 1)) > CLEAR for each in others.values()
-    ):
-        yield Finding("other-gradient", evidence, run.world, where)
-    else:
-        kind = "step-grows-with-ranks" if len(others) == len(factors) else "reduced-unlike"
-        yield Finding(kind, evidence, run.world, where)
+    others = {name: multiple(alone.reduced(name), at[0].reduced(name)) for name, off in rounding.items() if off > CLEAR}
+    others = {name: factor for name, factor in others.items() if factor is None or abs(factor - 1) > CLEAR}
+    which, where = f"one process with the same weights and the samples of all {run.world} ranks", at[0].event["site"]
+    if others:
+        name, factor = next(iter(others.items()))
+        how = f"{factor:.3g} times" if factor else "no multiple of"
+        evidence = (
+            f"step 1: the gradient of {name} is {how} that of {which} ({len(others)} of {len(rounding)} parameters)"
+        )
+        factors = [each and max(each, 1 / each) / run.world for each in others.values()]
+        if unseen := [each["site"] for step in at for each in step.unseen]:
+            return Finding("exchange-without-gradient", evidence, run.world, unseen[0])
+        if any(each is None or abs(each - 1) > CLEAR for each in factors):
+            return Finding("other-gradient", evidence, run.world, where)
+        kind = "step-grows-with-ranks" if len(others) == len(rounding) else "reduced-unlike"
+        return Finding(kind, evidence, run.world, where)
+    if moved := _moved_otherwise(alone, at[0], rounding):
+        evidence = f"step 1: {moved} moves otherwise than in {which}, whose gradient is the same up to rounding"
+        return Finding("other-update", evidence, run.world, where)
+    is_same = all(alone.gradients[name]["digest"] == at[0].gradients[name]["digest"] for name in rounding)
+    how = "to the bit" if is_same else f"up to rounding, {max(rounding.values()):.1g} of the ranks' own gradients"
+    kept = "random-numbers" if draws else "samples" if is_same else "rounding"
+    evidence = f"step 1: the gradient{' without dropout' * draws} is that of {which} {how} ({len(rounding)} parameters)"
+    return Finding(f"remains-{kept}", evidence, run.world)
 
 
 def has_samples_of(one: Run, run: Run) -> bool:
@@ -101,26 +109,40 @@ def _first_samples(run: Run) -> list[str]:
     return [sample for step in next(run.by_step()) for sample in step.samples]
 
 
-def _factors(alone: Step, at: Sequence[Step]) -> Iterator[tuple[str, float | None]]:
-    """By parameter, which multiple of one process's gradient the ranks use, 1 up to rounding; None for no multiple.
+def _rounding(alone: Step, at: Sequence[Step]) -> Iterator[tuple[str, float]]:
+    """By parameter, how far the ranks' gradient is from one process's, as a part of their own gradients.
 
-    Sums of numbers that cancel each other are rounded as the numbers are, so rounding is a part of the ranks' own
-    gradients. Parameters are left out whose gradients are unknown or zero.
+    Sums of numbers that cancel each other are rounded as the numbers are. Parameters are left out whose gradients are
+    unknown or zero.
     """
-    for name, found in at[0].gradients.items():
-        expected, seen = alone.gradients.get(name, {}).get("reduced"), found["reduced"]
-        owns = [step.gradients[name]["own"] for step in at if name in step.gradients]
-        if expected is None or seen is None or None in owns or not (any(expected) or any(seen)):
+    for name in at[0].gradients:
+        expected, seen = alone.reduced(name), at[0].reduced(name)
+        owns = [own for step in at if (own := step.gradients.get(name, {}).get("own")) is not None]
+        if len(owns) < len(at) or not (any(expected) or any(seen)) or len(expected) != len(seen):
             continue
-        if dist(expected, seen) <= CLEAR * max(hypot(*own) for own in owns):
-            yield name, 1.0
-        else:
-            yield name, multiple(expected, seen) if any(expected) else None
+        yield name, dist(expected, seen) / (max(hypot(*own) for own in owns) or 1.0)
+
+
+def _moved_otherwise(alone: Step, step: Step, names: Iterable[str]) -> str | None:
+    """The first parameter that the same gradient moves otherwise; None where none is, or rates are others by design.
+
+    An optimizer may make a full move of a gradient that is rounding alone, so small elements do not count.
+    """
+    if alone.event["rates"] != step.event["rates"] or alone.event["settings"] != step.event["settings"]:
+        return None
+    for name in names:
+        gradient, moves = alone.reduced(name), (alone.event["updates"][name], step.event["updates"][name])
+        large = [index for index, each in enumerate(gradient) if abs(each) > _LARGE * max(map(abs, gradient))]
+        one, other = ([each[index] for index in large] for each in moves)
+        if dist(one, other) > _LARGE * max(hypot(*one), hypot(*other)):
+            return name
+    return None
 
 
 def multiple(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """By which factor the other one is a multiple of this one, which is not zero; None where it is no multiple."""
-    square = sum(each * each for each in one)
+    """By which factor the other one is a multiple of this one; None where it is none."""
+    if not (square := sum(each * each for each in one)):
+        return None
     factor = sum(each * beside for each, beside in zip(one, other, strict=True)) / square
     rest = sum((factor * each - beside) ** 2 for each, beside in zip(one, other, strict=True))
     return factor if rest <= (CLEAR / 2) ** 2 * factor * factor * square else None

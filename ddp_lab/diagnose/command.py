@@ -25,8 +25,6 @@ from ddp_lab.diagnose.union import ONE_BY_ONE, TOGETHER
 from ddp_lab.options import Parser
 
 FORMAT = "ddp-diagnose/1"
-TAPED_STEPS = 2
-"""So many steps are replayed in one process: the second shows that it goes on from the first one's weights."""
 _SHARE_OF_SAVE = 0.4
 """Until the first checkpoint a run may take so much of the time that is left: a second run must come as far."""
 FOUND = 1
@@ -157,12 +155,11 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
         for ranks, run in runs.items():
             if ranks > 1:
                 found += across.with_ranks(runs[1], run)
-    for what, look in (("the gradient was not compared", _gradient), ("what remains was not looked at", _remaining)):
-        if not any(each.kind.is_bug for each in found):
-            try:
-                found += look(runner, runs)
-            except UserError as error:
-                notes.append(f"{what}: {error}")
+    if not any(each.kind.is_bug for each in found):
+        try:
+            found += _gradient(runner, runs)
+        except UserError as error:
+            notes.append(f"the gradient was not compared: {error}")
     if options.resume_args is not None and runs:
         try:
             found += _after_resume(runner, max(runs), options, repeatable)
@@ -177,7 +174,7 @@ def _is_finding(fault: str, runs: Mapping[int, Run]) -> bool:
 
 
 def _gradient(runner: Runner, runs: Mapping[int, Run]) -> list[Finding]:
-    """Whether the first step of the most ranks has the gradient of one process with their samples.
+    """What the first step of the most ranks has otherwise than that of one process with their samples.
 
     Raises UserError where that cannot be proved.
     """
@@ -192,23 +189,8 @@ def _gradient(runner: Runner, runs: Mapping[int, Run]) -> list[Finding]:
         one = runner.run(1, 1, given="" if across.has_samples_of(runs[1], run) else given, batches=run.folder)
     except NoStep as error:
         raise UserError(f"not proved: with the samples of all ranks, {error}") from None
-    return list(across.of_one_process(one, run))
-
-
-def _remaining(runner: Runner, runs: Mapping[int, Run]) -> list[Finding]:
-    """What makes a run without a bug another than one process makes of it: by a replay of the most ranks.
-
-    Raises UserError where it cannot be replayed.
-    """
-    ranks = max(runs)
-    run = runs[ranks]
-    if ranks == 1 or run.is_sharded or run.problem:
-        return []
-    print(f"running {in_words(ranks)} again, to replay them in one process …", flush=True)
-    taped = runner.run(ranks, min(TAPED_STEPS, len(run.ranks[0].steps)), tape=True)
-    from ddp_lab.diagnose.replay import remaining
-
-    return [remaining(taped)]
+    draws = any(forward["moved"] for step in next(runs[ranks].by_step()) for forward in step.forwards)
+    return [across.with_one_process(one, run, draws)]
 
 
 def _after_resume(runner: Runner, ranks: int, options: argparse.Namespace, repeatable: bool) -> list[Finding]:

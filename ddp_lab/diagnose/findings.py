@@ -67,6 +67,10 @@ KINDS: dict[str, Kind] = {
         "compute of all ranks' samples what now each rank computes of its own: a mean over tokens, a statistic, a "
         "contrast, a loss that balances",
     ),
+    "other-update": Kind(
+        "The gradient is that of one process, and the weights move otherwise",
+        "let what changes gradients after the reduction, and the optimizer itself, be the same on any number of ranks",
+    ),
     "unlike-weights": Kind(
         "Elements of one step's loss do not weigh the same",
         "sum the loss, and divide by the number of elements of the whole step, over all micro-batches and ranks (times "
@@ -177,11 +181,6 @@ KINDS: dict[str, Kind] = {
     "local-steps": Kind(
         "Ranks step alone, and their weights are made equal again later", "nothing, if that is local SGD", is_bug=False
     ),
-    "other-sums": Kind(
-        "What ranks receive of an all-reduce is their sum in no order",
-        "nothing, if the backend rounds or compresses on purpose",
-        is_bug=False,
-    ),
     "remains-samples": Kind(
         "What remains is which samples a step has",
         "nothing; a global batch of one size, cut alike on any number of ranks, makes the same bits on all",
@@ -192,9 +191,9 @@ KINDS: dict[str, Kind] = {
         "nothing; keyed by step and micro-batch they are the same on any number of ranks",
         is_bug=False,
     ),
-    "remains-order-of-additions": Kind(
-        "What remains is the order of additions",
-        "nothing; an exact reduction adds up in one order on any number of ranks",
+    "remains-rounding": Kind(
+        "What remains is rounding",
+        "nothing, unless it is coarser than the numbers' type; an exact reduction adds up in one order on any layout",
         is_bug=False,
     ),
     "sharded": Kind(

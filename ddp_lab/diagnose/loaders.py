@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from functools import wraps
 from itertools import count
 from numbers import Integral
@@ -20,12 +19,8 @@ from ddp_lab.diagnose.union import Batches
 class Loaders:
     """The DataLoaders of this process, each with how often it was gone through."""
 
-    def __init__(
-        self, recorder: Recorder, quiet: Callable[[], AbstractContextManager[None]], batches: Batches | None
-    ) -> None:
+    def __init__(self, recorder: Recorder, batches: Batches | None) -> None:
         self._recorder, self._of_all = recorder, batches
-        self.quiet = quiet
-        """What a batch is made in."""
         self._numbers: WeakKeyDictionary[DataLoader[Any], int] = WeakKeyDictionary()
         self._next_number = count()
         self._passes: Counter[int] = Counter()
@@ -48,8 +43,7 @@ class Loaders:
             index_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
             self._watch_sampler(index_sampler)
             drawn = self._drawn[id(index_sampler)] = []
-            with self.quiet():
-                batches = begin(loader)
+            batches = begin(loader)
             del self._drawn[id(index_sampler)]
             this_pass = self._passes[number]
             self._passes[number] += 1
@@ -137,8 +131,7 @@ class _Batches:
 
     def __next__(self) -> Any:
         try:
-            with self._loaders.quiet():
-                batch = next(self._inner)
+            batch = next(self._inner)
         except StopIteration:
             if not self._is_over:
                 self._is_over = True

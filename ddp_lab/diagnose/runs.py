@@ -18,7 +18,7 @@ from ddp_core.distributed.children import Children
 from ddp_core.distributed.world import free_port
 from ddp_lab.diagnose.silence import Silence
 from ddp_lab.diagnose.trace import Run, read_run
-from ddp_lab.diagnose.variables import BATCHES, FOLDER, GIVEN, ROOTS, STEPS, TAPE, UNTIL, ended_file
+from ddp_lab.diagnose.variables import BATCHES, FOLDER, GIVEN, ROOTS, STEPS, UNTIL, ended_file
 
 RANKS_WORD = "{ranks}"
 """Stands in the script's arguments for the number of ranks: then the script starts them itself."""
@@ -100,7 +100,6 @@ class Runner:
         until: str = "",
         folder: Path | None = None,
         more: Sequence[str] = (),
-        tape: bool = False,
         seconds: float | None = None,
         given: str | None = None,
         batches: Path | None = None,
@@ -108,9 +107,9 @@ class Runner:
         """The trace of `ranks` ranks over `steps` optimizer steps, and on to a second `epoch` or until it has `saved`.
 
         All of it takes `seconds` at most, where they are given; else as long as there is time. `folder` is that of an
-        earlier run that is to be continued, with `more` arguments. With `tape` every operation is written down, too,
-        for a replay. Where it is said how batches are `given` (`union`), ranks leave theirs beside their traces, or one
-        process finds them in the folder `batches`. Raises UserError where no rank has made a step.
+        earlier run that is to be continued, with `more` arguments. Where it is said how batches are `given` (`union`),
+        ranks leave theirs beside their traces, or one process finds them in the folder `batches`. Raises UserError
+        where no rank has made a step.
         """
         work = folder or self.folder()
         self._runs += 1
@@ -123,7 +122,7 @@ class Runner:
         port = str(free_port())
         everywhere = {
             **{FOLDER: str(traces), ROOTS: os.pathsep.join((str(work), str(file.parent)))},
-            **{STEPS: str(steps), UNTIL: until, TAPE: str(steps) if tape else ""},
+            **{STEPS: str(steps), UNTIL: until},
             **{BATCHES: "" if given is None else str(batches or traces), GIVEN: given or ""},
             **{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
             # Compiled code calls no hooks; and what it computes is not what is asked for here.

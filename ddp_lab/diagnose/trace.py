@@ -43,6 +43,10 @@ class Step:
         """By parameter: `digest`, `own` and `reduced` elements."""
         return self.event["gradients"]  # type: ignore[no-any-return]
 
+    def reduced(self, name: str) -> list[float]:
+        """Elements of the gradient that the optimizer uses for a parameter, before clipping; empty where unknown."""
+        return self.gradients.get(name, {}).get("reduced") or []
+
 
 @dataclass
 class Pass:

@@ -27,11 +27,10 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,10 +44,7 @@ from ddp_lab.diagnose.loss_weights import LossWeights
 from ddp_lab.diagnose.recorder import Recorder, digest, digest_of_bytes, place, rows, site, some_elements, tensors_of
 from ddp_lab.diagnose.silence import answer_where
 from ddp_lab.diagnose.union import Batches, make_still
-from ddp_lab.diagnose.variables import BATCHES, FOLDER, GIVEN, STEPS, TAPE, UNTIL, ended_file
-
-if TYPE_CHECKING:
-    from ddp_lab.diagnose.tape import Tape
+from ddp_lab.diagnose.variables import BATCHES, FOLDER, GIVEN, STEPS, UNTIL, ended_file
 
 LONGER = 6
 """For a second epoch so many times the steps are seen at most."""
@@ -66,25 +62,20 @@ def install() -> None:
     """Hook into torch, which was just loaded."""
     answer_where()
     atexit.register(lambda: ended_file(Path(os.environ[FOLDER]), os.getpid()).touch())
-    tape = None
-    if os.environ.get(TAPE):
-        from ddp_lab.diagnose.tape import Tape
-
-        tape = Tape(int(os.environ[TAPE]))
     batches = None
     if os.environ.get(BATCHES):
         make_still()
         batches = Batches(Path(os.environ[BATCHES]), os.environ[GIVEN])
     recorder = Recorder(Path(os.environ[FOLDER]))
-    Tracer(recorder, int(os.environ[STEPS]), os.environ.get(UNTIL, ""), tape, batches).install()
+    Tracer(recorder, int(os.environ[STEPS]), os.environ.get(UNTIL, ""), batches).install()
 
 
 class Tracer:
     """What is known of this process between two optimizer steps."""
 
-    def __init__(self, recorder: Recorder, steps: int, until: str, tape: Tape | None, batches: Batches | None) -> None:
+    def __init__(self, recorder: Recorder, steps: int, until: str, batches: Batches | None) -> None:
         self._recorder = recorder
-        self._tape, self._batches = tape, batches
+        self._batches = batches
         self._forwards = 0
         self._wanted = steps
         self._until = until
@@ -97,15 +88,15 @@ class Tracer:
         self._kept: set[int] = set()
         self._unclipped: dict[int, Tensor] = {}
         self._gradients: dict[str, dict[str, Any]] = {}
-        self._before: dict[int, str] = {}
-        """By parameter, its digest before the step: a closure's forward may yet give it its name."""
+        self._before: dict[int, tuple[str, Tensor]] = {}
+        """By parameter, its digest and elements before the step: a closure's forward may yet give it its name."""
         self._state = ""
         self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._stepping: Optimizer | None = None
         self._is_in_schedule = False
         self._is_evaluating = False
         self._scaler: dict[str, Any] | None = None
-        self._loaders = Loaders(recorder, tape.paused if tape else nullcontext, batches)
+        self._loaders = Loaders(recorder, batches)
         self._root: nn.Module | None = None
         self._wrapped: nn.Module | None = None
         self._buffer_digests: dict[str, str] = {}
@@ -157,8 +148,6 @@ class Tracer:
             if self._batches is not None:
                 (words, named), is_another = self._batches.in_forward(self._forwards, (words, named))
             self._forwards += 1
-            if self._tape is not None:
-                self._tape.begin()
             result = call(module, *words, **named)
             if not isinstance(self._wrapped, nn.Module):
                 self._note_buffers(module)
@@ -275,7 +264,7 @@ class Tracer:
             for parameter in group["params"]:
                 # With a closure, forward and the gradients come later.
                 self._names.setdefault(id(parameter), f"a parameter of no model, number {len(self._names)}")
-        self._before = {id(each): digest(each) for _, each in self._parameters(optimizer)}
+        self._before = {id(each): (digest(each), some_elements(each)) for _, each in self._parameters(optimizer)}
         self._state = _state_digest(optimizer)
         self._gradients = self._look_at_gradients(optimizer)
 
@@ -284,10 +273,6 @@ class Tracer:
             return
         self._stepping = None
         self._steps += 1
-        weights = dict(self._parameters(optimizer))
-        digests = {name: digest(each) for name, each in weights.items()}
-        if self._tape is not None:
-            self._tape.step(weights, digests)
         closure = len(words) > 1 or named.get("closure") is not None  # the first word is the optimizer itself
         rank, world, is_distributed = place()
         self._recorder.write(
@@ -295,8 +280,13 @@ class Tracer:
             **{"step": self._steps, "rank": rank, "world": world, "distributed": is_distributed, "site": site()},
             **{"optimizer": self._optimizers.setdefault(optimizer, len(self._optimizers)), "state": self._state},
             gradients=self._look_at_gradients(optimizer) if closure else self._gradients,
-            weights_before={self._names[number]: found for number, found in self._before.items()},
-            weights=digests,
+            weights_before={self._names[number]: found for number, (found, _) in self._before.items()},
+            weights={name: digest(each) for name, each in self._parameters(optimizer)},
+            updates={
+                name: (some_elements(each) - self._before[id(each)][1]).tolist()
+                for name, each in self._parameters(optimizer)
+                if self._batches is not None
+            },
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             settings=self._settings(optimizer),
             scaler=self._scaler,
@@ -363,8 +353,6 @@ class Tracer:
         self._recorder.write("stopped")
         rank, world, _ = place()
         folder = Path(os.environ[FOLDER])
-        if self._tape is not None:
-            self._tape.write(folder / f"{rank}.tape")
         (folder / f"{rank}.stopped").touch()
         deadline = time.monotonic() + _WAIT_SECONDS
         while len(list(folder.glob("*.stopped"))) < world and time.monotonic() < deadline:

@@ -97,46 +97,52 @@ def test_elements_that_weigh_more_on_one_rank() -> None:
     assert "weighs 0.25 in micro-batch 1 of rank 1 (4 elements), and 0.1 in micro-batch 1 of rank 0" in found.evidence
 
 
-def of_one_process(
-    seen: dict[str, list[float]], unseen: Sequence[dict[str, Any]] = (), **changes: Any
-) -> list[Finding]:
+def with_one_process(seen: dict[str, list[float]], **changes: Any) -> Finding:
     """What is found where two ranks have used these gradients; one process has [1, 2] and [3] with their samples."""
 
     def gradients(used: dict[str, list[float]]) -> dict[str, Any]:
-        return {name: {"digest": "", "own": each, "reduced": each} for name, each in used.items()}
+        return {name: {"digest": str(each), "own": each, "reduced": each} for name, each in used.items()}
 
-    alone = {"samples": ["a", "b"], "gradients": gradients({"w": [1.0, 2.0], "b": [3.0]})}
-    moved = changes.pop("moved", [])
-    one = step(**alone | changes)
+    def updates(used: dict[str, list[float]], rate: float) -> dict[str, Any]:
+        return {name: [-rate * element for element in each] for name, each in used.items()}
+
+    rate, unseen, draws = changes.pop("rate", 0.1), changes.pop("unseen", []), changes.pop("draws", False)
+    used, moved = {"w": [1.0, 2.0], "b": [3.0]}, changes.pop("moved", [])
+    one = step(**{"samples": ["a", "b"], "gradients": gradients(used), "updates": updates(used, 0.1)} | changes)
     one.forwards[0]["moved"] = moved
-    ranks = [[step(rank=rank, world=2, samples=["ab"[rank]], gradients=gradients(seen))] for rank in range(2)]
+    did = {"gradients": gradients(seen), "updates": updates(seen, rate)}
+    ranks = [[step(rank=rank, world=2, samples=["ab"[rank]], **did)] for rank in range(2)]
     ranks[0][0].unseen.extend(unseen)
-    return list(across.of_one_process(run([one]), run(*ranks)))
+    return across.with_one_process(run([one]), run(*ranks), draws)
 
 
 @pytest.mark.parametrize(
-    ("seen", "found", "evidence"),
+    ("seen", "more", "name", "evidence"),
     [
-        ({"w": [1.0, 2.01], "b": [3.0]}, [], ""),
-        ({"w": [2.0, 4.0], "b": [6.0]}, ["step-grows-with-ranks"], "of w is 2 times that"),
-        ({"w": [0.5, 1.0], "b": [1.5]}, ["step-grows-with-ranks"], "of w is 0.5 times that"),
-        ({"w": [1.0, 2.0], "b": [6.0]}, ["reduced-unlike"], "of b is 2 times that"),
-        ({"w": [2.0, 1.0], "b": [3.0]}, ["other-gradient"], "of w is no multiple of that"),
-        ({"w": [0.7, 1.4], "b": [2.1]}, ["other-gradient"], "of w is 0.7 times that"),
+        ({"w": [1.0, 2.0], "b": [3.0]}, {}, "remains-samples", "to the bit"),
+        ({"w": [1.0, 2.001], "b": [3.0]}, {}, "remains-rounding", "up to rounding, 0.0004 of"),
+        ({"w": [1.0, 2.0]}, {"draws": True}, "remains-random-numbers", "the gradient without dropout"),
+        ({"w": [2.0, 4.0], "b": [6.0]}, {}, "step-grows-with-ranks", "of w is 2 times that"),
+        ({"w": [0.5, 1.0], "b": [1.5]}, {}, "step-grows-with-ranks", "of w is 0.5 times that"),
+        ({"w": [1.0, 2.0], "b": [6.0]}, {}, "reduced-unlike", "of b is 2 times that"),
+        ({"w": [2.0, 1.0], "b": [3.0]}, {}, "other-gradient", "of w is no multiple of that"),
+        ({"w": [0.7, 1.4], "b": [2.1]}, {}, "other-gradient", "of w is 0.7 times that"),
+        ({"w": [-2.0, -4.0], "b": [-6.0]}, {}, "other-gradient", "of w is -2 times that"),
+        ({"w": [0.0, 0.0], "b": [3.0]}, {}, "other-gradient", "of w is no multiple of that"),
+        ({"w": [1.0, 2.0]}, {"rate": 0.2}, "other-update", "w moves otherwise"),
+        # What moves by design, as the settings of the optimizer say, is said by them.
+        ({"w": [1.0, 2.0]}, {"rate": 0.2, "rates": [0.2]}, "remains-samples", ""),
+        ({"w": [1.0, 2.0]}, {"unseen": [{"site": "train.py:4"}]}, "remains-samples", ""),
+        ({"w": [0.5, 1.0]}, {"unseen": [{"site": "train.py:4"}]}, "exchange-without-gradient", ""),
     ],
 )
 def test_the_step_is_that_of_one_process_with_the_samples_of_all_ranks(
-    seen: dict[str, list[float]], found: list[str], evidence: str
+    seen: dict[str, list[float]], more: dict[str, Any], name: str, evidence: str
 ) -> None:
-    named = of_one_process(seen)
-    assert names(named) == found
-    assert all(evidence in each.evidence for each in named)
-
-
-def test_an_exchange_that_autograd_does_not_see_is_the_cause_of_another_gradient() -> None:
-    assert of_one_process({"w": [1.0, 2.0]}, [{"site": "train.py:4"}]) == []
-    (found,) = of_one_process({"w": [0.5, 1.0]}, [{"site": "train.py:4"}])
-    assert (found.name, found.site) == ("exchange-without-gradient", "train.py:4")
+    found = with_one_process(seen, **more)
+    assert found.name == name
+    assert evidence in found.evidence
+    assert found.name != "exchange-without-gradient" or found.site == "train.py:4"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +156,7 @@ def test_an_exchange_that_autograd_does_not_see_is_the_cause_of_another_gradient
 )
 def test_where_nothing_is_proved_that_is_said(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=f"not proved: .*{said}"):
-        of_one_process({"w": [1.0, 2.0]}, **changes)
+        with_one_process({"w": [1.0, 2.0]}, **changes)
 
 
 def test_a_schedule_that_counts_samples_is_by_design() -> None:

@@ -50,7 +50,7 @@ def test_a_clean_script_is_not_blamed(name: str, tmp_path: Path) -> None:
     assert [each for each in found.values() if each["severity"] == "bug"] == [], ended.output
     assert (ended.code, told["notes"]) == (0, []), ended.output
     assert by_design in found
-    assert any(name.startswith("remains-") for name in found), "it was replayed in one process"
+    assert any(name.startswith("remains-") for name in found), "it was compared with one process"
 
 
 def test_every_clean_script_is_tried() -> None:
