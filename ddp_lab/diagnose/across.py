@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import dist, hypot
+from math import dist, hypot, isfinite
 from typing import Any
 
 from ddp_core.base.errors import UserError
@@ -54,7 +54,9 @@ def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | 
 def with_ranks(one: Run, run: Run) -> Iterator[Finding]:
     """What a run on more ranks does otherwise than the run on one."""
     yield from _settings(one, run)
+    yield from _not_finite(one, run)
     yield from _schedule(one, run)
+    yield from _schedule_end(one, run)
     yield from _batch(one, run)
     yield from _epoch(one, run)
 
@@ -113,14 +115,14 @@ def _rounding(alone: Step, at: Sequence[Step]) -> Iterator[tuple[str, float]]:
     """By parameter, how far the ranks' gradient is from one process's, as a part of their own gradients.
 
     Sums of numbers that cancel each other are rounded as the numbers are. Parameters are left out whose gradients are
-    unknown or zero.
+    unknown, zero, or not finite.
     """
     for name in at[0].gradients:
         expected, seen = alone.reduced(name), at[0].reduced(name)
         owns = [own for step in at if (own := step.gradients.get(name, {}).get("own")) is not None]
-        if len(owns) < len(at) or not (any(expected) or any(seen)) or len(expected) != len(seen):
-            continue
-        yield name, dist(expected, seen) / (max(hypot(*own) for own in owns) or 1.0)
+        is_known = len(owns) == len(at) and len(expected) == len(seen) and isfinite(sum(expected) + sum(seen))
+        if is_known and (any(expected) or any(seen)):
+            yield name, dist(expected, seen) / (max(hypot(*own) for own in owns) or 1.0)
 
 
 def _moved_otherwise(alone: Step, step: Step, names: Iterable[str]) -> str | None:
@@ -183,6 +185,37 @@ def _schedule(one: Run, run: Run) -> Iterator[Finding]:
             evidence = f"step {step.number}: {here} on one rank, {there} on {run.world}"
             yield Finding("rate-depends-on-ranks", evidence, run.world, other.event["site"])
             return
+
+
+def _schedule_end(one: Run, run: Run) -> Iterator[Finding]:
+    """A schedule that ends with an epoch of one rank, and after as many steps on more, whose epochs are shorter."""
+    moves = [{len(step.schedules) for step in each.ranks[0].steps[1:]} for each in (one, run)]
+    passes = [each.ranks[0].training_passes() for each in (one, run)]
+    if moves != [{1}, {1}] or not all(passes):
+        return
+    epochs = [
+        (each[0].begin["length"] or 0) // len(some.ranks[0].steps[0].forwards)
+        for each, some in zip(passes, (one, run), strict=True)
+    ]
+    for end, other in zip(one.ranks[0].schedule_ends, run.ranks[0].schedule_ends, strict=False):
+        if end == other and end and 0 < epochs[1] < epochs[0] and end % epochs[0] == 0:
+            evidence = (
+                f"it ends after {end} steps on any number of ranks: {end // epochs[0]} epochs of {epochs[0]} steps on "
+                f"one, {end / epochs[1]:.3g} of {epochs[1]} on {run.world}"
+            )
+            yield Finding("schedule-too-long", evidence, run.world, run.ranks[0].steps[1].schedules[0]["site"])
+            return
+
+
+def _not_finite(one: Run, run: Run) -> Iterator[Finding]:
+    """A gradient that is infinite or no number, where that of one rank is none such in the same step."""
+    for step, at in zip(one.ranks[0].steps, run.by_step(), strict=False):
+        for name in step.gradients:
+            found = [isfinite(sum(each.reduced(name))) for each in (step, *at)]
+            if found[0] and not all(found):
+                evidence = f"step {step.number}: the gradient of {name} is not finite on rank {found.index(False) - 1}"
+                yield Finding("not-finite", evidence, run.world, at[0].event["site"])
+                return
 
 
 def _follows_samples(one: Run, run: Run) -> bool:

@@ -62,6 +62,10 @@ KINDS: dict[str, Kind] = {
         "Some gradients are reduced otherwise than the rest",
         "reduce each parameter once, also one that has two names: model.parameters() has each once",
     ),
+    "not-finite": Kind(
+        "Gradients are not finite, though they are on one rank",
+        "look for a division by what a rank's own samples may have none of, such as tokens that count",
+    ),
     "other-gradient": Kind(
         "The gradient is not that of one process with the samples of all ranks",
         "compute of all ranks' samples what now each rank computes of its own: a mean over tokens, a statistic, a "
@@ -101,6 +105,10 @@ KINDS: dict[str, Kind] = {
         "The schedule moves on once per rank instead of once per step",
         "call the scheduler once per optimizer step; with Accelerate, give the schedule its length before the loader "
         "is prepared, or step_scheduler_with_optimizer=False, or do not prepare it",
+    ),
+    "schedule-too-long": Kind(
+        "The schedule ends as late on more ranks, whose epochs have fewer steps",
+        "compute the length of the schedule from the batches that a rank has (the length of its loader)",
     ),
     "same-order-each-epoch": Kind(
         "Each epoch has the same order",

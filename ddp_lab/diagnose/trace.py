@@ -85,6 +85,8 @@ class Rank:
     passes: list[Pass] = field(default_factory=list)
     seed_at_start: int | None = None
     has_saved: bool = False
+    schedule_ends: list[int] = field(default_factory=list)
+    """By schedule, after how many moves it ends; 0 where it does not."""
 
     @property
     def is_seeded(self) -> bool:
@@ -186,6 +188,8 @@ def _rank(events: Iterator[Event]) -> Rank:
             rank.seed_at_start = event["seed"]
         elif kind == "saved":
             rank.has_saved = True
+        elif kind == "stopped":
+            rank.schedule_ends = event["ends"]
         elif kind == "pass":
             rank.passes.append(Pass(event))
         elif kind in ("batch", "end"):

@@ -26,7 +26,9 @@ import os
 import random
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from types import FrameType
@@ -53,9 +55,13 @@ _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "base
 """Settings of an optimizer that schedules change."""
 _EXCHANGES = (
     *("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather", "all_to_all", "all_to_all_single"),
-    *("all_gather_object", "gather_object"),
+    *("all_gather_object", "gather_object", "reduce_scatter", "reduce_scatter_tensor"),
 )
 """Functions of torch.distributed by which figures of all ranks come together."""
+_LONGEST_SCHEDULE = 20_000
+"""In steps; the end of a longer one is not looked for."""
+_FADED = 1e-9
+"""So small a part of its highest rate a schedule that ends has not come to before its last move."""
 
 
 def install() -> None:
@@ -93,6 +99,8 @@ class Tracer:
         self._state = ""
         self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._stepping: Optimizer | None = None
+        self._schedules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """By schedule, how often it has moved on."""
         self._is_in_schedule = False
         self._is_evaluating = False
         self._scaler: dict[str, Any] | None = None
@@ -243,6 +251,7 @@ class Tracer:
                 return step(schedule, *words, **named)
             finally:
                 self._is_in_schedule = False
+                self._schedules[schedule] = self._schedules.get(schedule, 0) + 1
                 self._recorder.write("schedule", site=site(), kind=type(schedule).__name__)
 
         kind.step = traced
@@ -350,7 +359,7 @@ class Tracer:
 
     def _stop(self) -> None:
         """End the process once every rank has come here: none loses a peer while it still needs it."""
-        self._recorder.write("stopped")
+        self._recorder.write("stopped", ends=[_end(each, moves) for each, moves in self._schedules.items()])
         rank, world, _ = place()
         folder = Path(os.environ[FOLDER])
         (folder / f"{rank}.stopped").touch()
@@ -377,6 +386,21 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 def _has_loss(tree: Any) -> bool:
     return any(each.dim() == 0 and each.requires_grad for each in tensors_of([tree]))
+
+
+def _end(schedule: Any, moves: int) -> int:
+    """After how many moves a schedule's rate is the lowest after the highest one; 0 where it has no such end.
+
+    A rate that only fades away has none. The schedule moves on, so it and its optimizer are of no use afterwards.
+    """
+    rates = [float(schedule.optimizer.param_groups[0]["lr"])]
+    with suppress(Exception), warnings.catch_warnings(action="ignore"):  # OneCycleLR ends with a ValueError
+        while len(rates) < _LONGEST_SCHEDULE:
+            schedule.step()
+            rates.append(float(schedule.optimizer.param_groups[0]["lr"]))
+    highest = rates.index(max(rates))
+    end = rates.index(min(rates[highest:]), highest)
+    return moves + end if highest < end < _LONGEST_SCHEDULE - 1 and rates[end - 1] > _FADED * rates[highest] else 0
 
 
 def _is_called_by(function: str) -> bool:

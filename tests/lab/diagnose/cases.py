@@ -47,6 +47,7 @@ CASES = {
     "batch_norm_of_each_rank": Case("buffers-drift", "pytorch/pytorch#13711"),
     "plateau_of_each_rank": Case("rates-differ", "lucidrains/DALLE-pytorch#268"),
     "schedule_once_per_rank": Case("schedule-steps-with-ranks", "huggingface/accelerate#2926"),
+    "schedule_of_all_batches": Case("schedule-too-long", ""),
     "no_set_epoch": Case("same-order-each-epoch", "pytorch/pytorch#31771"),
     "evaluates_one_share": Case("evaluates-a-share", "Lyken17/Efficient-PyTorch#24"),
     "evaluates_the_padding": Case("evaluates-twice", ""),

@@ -56,6 +56,7 @@ def loss(weight: float, elements: int, micro: int = 0) -> dict[str, Any]:
     }
 
 
+MOVE = {"site": "train.py:12", "kind": "LinearLR"}
 OTHER = {"w": {"digest": "other", "own": None, "reduced": None}}
 """Another gradient than that of `step`."""
 
@@ -161,14 +162,30 @@ def test_where_nothing_is_proved_that_is_said(changes: dict[str, Any], said: str
 
 def test_a_schedule_that_counts_samples_is_by_design() -> None:
     """Each rank has a batch as large as that of one alone, and two moves on two ranks are two steps on one."""
-    move = {"site": "train.py:12", "kind": "LinearLR"}
-    alone = run([step(number, schedules=[move] * (number > 1), rates=[1 / number]) for number in range(1, 5)])
+    alone = run([step(number, schedules=[MOVE] * (number > 1), rates=[1 / number]) for number in range(1, 5)])
     ranks = [
-        [step(1, rank, 2, rates=[1.0]), step(2, rank, 2, schedules=[move, move], rates=[1 / 3])] for rank in range(2)
+        [step(1, rank, 2, rates=[1.0]), step(2, rank, 2, schedules=[MOVE, MOVE], rates=[1 / 3])] for rank in range(2)
     ]
     assert "schedule-counts-samples" in names(across.with_ranks(alone, run(*ranks)))
     ranks[0][1].event["rates"] = [1 / 5]
     assert "schedule-steps-with-ranks" in names(across.with_ranks(alone, run(*ranks)))
+
+
+@pytest.mark.parametrize(("ends", "found"), [((24, 24), ["schedule-too-long"]), ((24, 12), []), ((20, 20), [])])
+def test_a_schedule_of_one_ranks_epochs_is_too_long_on_more(ends: tuple[int, int], found: list[str]) -> None:
+    runs = []
+    for ranks, end in zip((1, 2), ends, strict=True):
+        steps = [[step(n, rank, ranks, schedules=[MOVE] * (n > 1)) for n in (1, 2)] for rank in range(ranks)]
+        runs.append(run(*steps, passes=[[one_pass(range(8), length=12 // ranks)]] * ranks))
+        runs[-1].ranks[0].schedule_ends.append(end)
+    assert [name for name in names(across.with_ranks(*runs)) if name.startswith("schedule")] == found
+
+
+def test_a_gradient_that_is_not_finite_on_more_ranks() -> None:
+    infinite = {"w": {"digest": "i", "own": [1.0, 2.0], "reduced": [1.0, float("inf")]}}
+    ranks = run([step(world=2)], [step(rank=1, world=2, gradients=infinite)])
+    assert "not-finite" in names(across.with_ranks(run([step()]), ranks))
+    assert "not-finite" not in names(across.with_ranks(run([step(gradients=infinite)]), ranks))
 
 
 def one_pass(ids: Sequence[int], **changes: Any) -> Pass:
