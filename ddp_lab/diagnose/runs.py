@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,10 +71,29 @@ class Runner:
         """By file that is too large for a copy in each run, the one copy that all runs read."""
 
     def folder(self) -> Path:
-        """A new copy of the script's folder."""
+        """A new copy of the script's folder, without hidden folders. Raises UserError (4) where it is too large."""
         self._copies += 1
         target = self._scratch / f"folder-{self._copies}"
-        _copy(self._script.folder, target, self._one_copy)
+        copied = [0, 0]
+
+        def copy(file: str, into: str) -> None:
+            size = Path(file).stat().st_size
+            if size > _LARGEST_COPIED:
+                Path(into).symlink_to(self._one_copy(Path(file).resolve()))
+                return
+            copied[:] = copied[0] + 1, copied[1] + size
+            if copied[0] > _MOST_FILES or copied[1] > _MOST_BYTES:
+                raise UserError(
+                    f"{self._script.folder} holds more than {_MOST_FILES} files or {_MOST_BYTES >> 30} GiB, and each "
+                    "run gets a copy of the folder that it is started in: start `ddp diagnose` in one with the script "
+                    "alone",
+                    ExitCode.RESOURCES,
+                )
+            shutil.copy2(file, into)
+
+        shutil.copytree(
+            self._script.folder, target, ignore=_left_out, copy_function=copy, ignore_dangling_symlinks=True
+        )
         return target
 
     def _one_copy(self, file: Path) -> Path:
@@ -232,31 +251,20 @@ def _torchrun(rank: int, ranks: int) -> dict[str, str]:
     }
 
 
-def _copy(source: Path, target: Path, one_copy: Callable[[Path], Path]) -> None:
-    """Copy a folder; of a large file a link to the one copy that `one_copy` gives. Raises UserError (4)."""
-    files, size = 0, 0
-    target.mkdir()
-    for here, folders, names in os.walk(source):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in _LEFT_OUT]
-        for name in folders:
-            (target / Path(here).relative_to(source) / name).mkdir()
-        for name in names:
-            file = Path(here) / name
-            if not file.is_file():
-                continue
-            copy = target / file.relative_to(source)
-            files, bytes_here = files + 1, file.stat().st_size
-            if bytes_here > _LARGEST_COPIED:
-                copy.symlink_to(one_copy(file))
-                continue
-            size += bytes_here
-            if files > _MOST_FILES or size > _MOST_BYTES:
-                raise UserError(
-                    f"{source} holds more than {_MOST_FILES} files or {_MOST_BYTES >> 30} GiB, and each run gets a "
-                    "copy of the folder that it is started in: start `ddp diagnose` in one with the script alone",
-                    ExitCode.RESOURCES,
-                )
-            shutil.copy2(file, copy)
+def _left_out(folder: str, names: Sequence[str]) -> set[str]:
+    """Hidden folders, caches, links to a folder around them, and what is neither file nor folder."""
+    here = {name: Path(folder, name) for name in names}
+    return {
+        name
+        for name, path in here.items()
+        if not path.is_file()
+        and (
+            name.startswith(".")
+            or name in _LEFT_OUT
+            or not path.is_dir()
+            or Path(folder).is_relative_to(path.resolve())
+        )
+    }
 
 
 def _last_line(log: Path) -> str:

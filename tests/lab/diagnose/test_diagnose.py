@@ -80,6 +80,19 @@ def test_no_run_can_write_to_a_large_file_of_the_folder(tmp_path: Path, monkeypa
     assert refused.value.exit_code == 4
 
 
+def test_a_linked_folder_is_copied_but_for_one_that_holds_itself(tmp_path: Path) -> None:
+    (folder := tmp_path / "here").mkdir()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.csv").write_text("1,2")
+    for name, target in {"linked": tmp_path / "data", "around": tmp_path, "gone": tmp_path / "gone"}.items():
+        (folder / name).symlink_to(target)
+    with Children("ddp-test-") as children:
+        copy = runs.Runner(runs.Script(folder / "train.py", (), folder), children, 0.0).folder()
+        assert (copy / "linked" / "rows.csv").read_text() == "1,2"
+        assert not (copy / "linked").is_symlink()
+        assert not (copy / "around").exists()
+
+
 @pytest.mark.slow
 def test_a_script_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
     script = write(tmp_path, "import subprocess, time\nsubprocess.Popen(['sleep', '600'])\ntime.sleep(600)")
