@@ -6,7 +6,7 @@ The bits of a decoded JPEG file depend on Pillow and the libjpeg in it; `run.jso
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from ddp_core.data.splits import Splits, Staged, Standardise, stratified
 from ddp_core.sampler import Ids
 
 ENDINGS = (".jpg", ".jpeg", ".png")
+HELD_OUT = ("val", "valid", "validation", "test")
+"""The folders beside `train` whose images are held out: the first that is there."""
 _WIDE = ("I", "F")
 """How the modes of Pillow begin whose values `convert("RGB")` would cut off at 255, as those of a 16-bit PNG file."""
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -35,12 +37,12 @@ def image_folder(
 ) -> Splits:
     """JPEG and PNG files below `root/folder`: inputs float32 [3, image_size, image_size], targets 0, 1, … by class.
 
-    `folder` has one folder per class, or it has the folders `train` and `val` (or `test`) with one per class in each.
+    `folder` has one folder per class, or it has the folders `train` and one of HELD_OUT with one per class in each.
     Without the latter, `test_share` of every class is held out, the same files for every experiment. Classes and files
-    are numbered in the sequence of their names. An image is cut to a square around its middle and resized (bilinear,
-    with antialiasing) to a side an eighth larger than `image_size`, of which the middle is used; with `augment`,
-    training uses a random part of it, half of the time mirrored. Values are standardised with ImageNet's means and
-    deviations, as is usual.
+    are numbered in the sequence of their names; a folder that is linked twice in a class counts once. An image is cut
+    to a square around its middle and resized (bilinear, with antialiasing) to a side an eighth larger than
+    `image_size`, of which the middle is used; with `augment`, training uses a random part of it, half of the time
+    mirrored. Values are standardised with ImageNet's means and deviations, as is usual.
 
     Raises UserError where folders or files are missing, and during training for a file that cannot be decoded.
     """
@@ -52,7 +54,7 @@ def image_folder(
     if not 0 <= test_share < 1:
         raise UserError(f"data image_folder: test_share {test_share} must be at least 0 and below 1")
     source = place / "train" if _folders(place / "train") else place
-    held_out = [place / name for name in ("val", "test") if source != place and (place / name).is_dir()]
+    held_out = [place / name for name in HELD_OUT if source != place and (place / name).is_dir()]
     classes = _folders(source)
     if not classes:
         raise UserError(
@@ -170,7 +172,7 @@ def _listed(place: Path, present: Sequence[str], classes: Sequence[str]) -> list
             raise UserError(f"data image_folder: {place / name} is a class that the training images do not have")
         found = [
             os.path.join(folder, file)  # noqa: PTH118
-            for folder, _, names in os.walk(place / name, followlinks=True)
+            for folder, names in _each_folder_once(place / name)
             for file in names
             if file.lower().endswith(ENDINGS) and not file.startswith(".")
         ]
@@ -179,3 +181,16 @@ def _listed(place: Path, present: Sequence[str], classes: Sequence[str]) -> list
         label = classes.index(name)
         files += [(path, label) for path in sorted(found)]
     return files
+
+
+def _each_folder_once(place: Path) -> Iterator[tuple[str, list[str]]]:
+    """The folders below `place` with the names of their files, each once though links may lead to it again."""
+    seen = set()
+    for folder, folders, names in os.walk(place, followlinks=True):
+        here = Path(folder).stat()
+        if (identity := (here.st_dev, here.st_ino)) in seen:
+            folders.clear()
+            continue
+        seen.add(identity)
+        folders.sort()
+        yield folder, names

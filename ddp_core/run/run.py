@@ -163,6 +163,8 @@ def _open(request: Request, world: World, beginning: Beginning, prepared: Prepar
     origin = Origin(source, data, fingerprint, chosen.weights, chosen.fork)
     if world.local_rank == 0:
         tell_caller(chosen.directory.path)
+    if request.resume == "auto" and not (chosen.directory.path / "run.json").exists():
+        console.say(f"{request.options.output} has no run that these settings go on with, so a new one begins")
     each = request.loaded.experiment.steps_per_epoch(samples)
     with open_record(collectives, request, chosen.directory, origin, each, console) as record:
         record.usage = prepared.usage = prepared.usage or record.usage

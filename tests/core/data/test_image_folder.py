@@ -69,7 +69,13 @@ def test_every_file_is_a_sample_with_its_folder_for_a_label(tmp_path: Path) -> N
     assert image_folder(tmp_path, "mine", test_share=0).test is None
 
 
-@pytest.mark.parametrize("held_out", ["val", "test"])
+def test_a_folder_that_links_lead_to_again_counts_once(tmp_path: Path) -> None:
+    write_images(tmp_path / "mine", count=2)
+    (tmp_path / "mine" / "ants" / "again").symlink_to(tmp_path / "mine" / "ants")
+    assert len(image_folder(tmp_path, "mine", test_share=0).train) == 6
+
+
+@pytest.mark.parametrize("held_out", ["val", "valid", "validation", "test"])
 def test_folders_of_held_out_images_are_used(held_out: str, tmp_path: Path) -> None:
     write_images(tmp_path / "mine" / "train", count=3)
     write_images(tmp_path / "mine" / held_out, count=2, classes=CLASSES[1:])
