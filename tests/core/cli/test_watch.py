@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
-import pty
-import signal
 import socket
-import subprocess
-import sys
 import time
 from io import StringIO
 from pathlib import Path
@@ -26,7 +21,6 @@ from ddp_core.config.layout import Layout
 from ddp_core.observe.metrics import MetricsWriter
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.lock import RunLock
-from tests.support.commands import ROOT
 from tests.support.records import EXPERIMENT, a_record, an_attempt
 from tests.support.wording import refusing
 
@@ -196,6 +190,21 @@ def test_nothing_to_watch_is_one_line(tmp_path: Path) -> None:
         watch_runs(tmp_path / "run", once=False, seconds=10)
 
 
+def test_ctrl_c_leaves_the_run_and_its_files_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    directory, shown = at_work(tmp_path), StringIO()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(command, "Console", lambda: Console(file=shown, width=160, force_terminal=True))
+    monkeypatch.setattr(command.time, "sleep", interrupt)
+    with RunLock(directory.path):
+        before = {file: file.stat().st_mtime_ns for file in directory.path.rglob("*")}
+        assert watch_runs(tmp_path, once=False, seconds=10) == 0
+        assert {file: file.stat().st_mtime_ns for file in directory.path.rglob("*")} == before
+    assert "step 40 of 100" in shown.getvalue()
+
+
 @pytest.mark.parametrize("width", [40, 200])
 def test_a_table_has_runs_their_ranks_and_what_to_mind(tmp_path: Path, width: int) -> None:
     console = Console(file=StringIO(), width=width)
@@ -206,29 +215,3 @@ def test_a_table_has_runs_their_ranks_and_what_to_mind(tmp_path: Path, width: in
     if width == 200:
         for part in ("running", "step 40 of 100 (40 %)", "about 1 min left", "loss 0.0250", "0.7500", "mind the gap"):
             assert part in text
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(60)
-def test_ctrl_c_leaves_the_table_and_nothing_else(tmp_path: Path) -> None:
-    directory = at_work(tmp_path)
-    shown, terminal = pty.openpty()
-    with RunLock(directory.path):
-        before = {file: file.stat().st_mtime_ns for file in directory.path.rglob("*")}
-        watching = subprocess.Popen(
-            [sys.executable, "-m", "ddp_core", "watch", str(tmp_path)],
-            stdout=terminal,
-            env=os.environ | {"TERM": "xterm", "COLUMNS": "160", "LINES": "24"},
-            cwd=ROOT,
-        )
-        os.close(terminal)
-        text = ""
-        while "step 40 of 100" not in text:
-            text += os.read(shown, 65536).decode()
-        watching.send_signal(signal.SIGINT)
-        with contextlib.suppress(OSError):  # the other end is closed
-            while more := os.read(shown, 65536):
-                text += more.decode()
-        assert watching.wait() == 0
-        os.close(shown)
-        assert {file: file.stat().st_mtime_ns for file in directory.path.rglob("*")} == before
