@@ -148,8 +148,9 @@ SPARES = "world_size_mode=__import__('torchft').manager.WorldSizeMode.FIXED_WITH
             "if name == 'b': manager._init_sync = False; network[0].weight.data += 1\nsteps = ",
             "other weights than replica 0",
         ),
+        pytest.param("(manager, group,", "(manager, None,", "torchft's ProcessGroupGloo", marks=pytest.mark.slow),
     ],
-    ids=["spares", "micro-batches", "weights"],
+    ids=["spares", "micro-batches", "weights", "group"],
 )
 def test_what_cannot_be_exact_is_refused_on_all(
     old: str, new: str, said: str, tmp_path: Path, lighthouse_for_two: str
