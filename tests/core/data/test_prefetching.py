@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.data import prefetching
 from ddp_core.data.augment import Augmentation, shift_and_flip
 from ddp_core.data.loader import Loader
 from ddp_core.data.prefetching import AHEAD, OnDemand, made_ahead, made_by_workers
@@ -236,3 +237,15 @@ def test_a_large_step_comes_micro_batch_by_micro_batch() -> None:
     assert [int(inputs) for inputs, _ in step] == made == [1, 2, 3]
     made.clear()
     assert [int(inputs) for inputs, _ in step[1:]] == made == [2, 3]
+
+
+def test_what_loader_processes_make_for_a_gpu_are_the_batches_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def beside(items: Any, gather: Callable[[Any], Any], finish: Callable[[Any], Batch], _: object) -> Any:
+        """What `brought_ahead` does, without a device."""
+        return made_ahead(items, lambda item: [finish(gathered) for gathered in gather(item)])
+
+    monkeypatch.setattr(prefetching, "brought_ahead", beside)
+    loader = Loader(pictures(), shift_and_flip(1), 1, workers=2, device=torch.device("cuda", 0))
+    with contextlib.closing(loader.stream(IDS)) as stream:
+        for step, expected in zip(stream, Loader(pictures(), shift_and_flip(1), 1).stream(IDS), strict=True):
+            assert_equal(step, expected)
