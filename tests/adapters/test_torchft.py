@@ -92,19 +92,13 @@ def lighthouse_for(least: int) -> Iterator[str]:
 
 
 @pytest.fixture
-def lighthouse() -> Iterator[str]:
-    with lighthouse_for(1) as address:
-        yield address
-
-
-@pytest.fixture
 def lighthouse_for_two() -> Iterator[str]:
     with lighthouse_for(2) as address:
         yield address
 
 
-def test_one_replica_has_the_digest_of_a_plain_loop(tmp_path: Path, lighthouse: str) -> None:
-    with Replica(tmp_path, script(), lighthouse, "a") as alone:
+def test_one_replica_has_the_digest_of_a_plain_loop(tmp_path: Path) -> None:
+    with lighthouse_for(1) as lighthouse, Replica(tmp_path, script(), lighthouse, "a") as alone:
         assert alone.digest() == plain_digest()
         assert alone.steps == [(step, 1) for step in range(1, 31)]
 
@@ -141,42 +135,24 @@ def test_replicas_are_lost_and_come_and_the_bits_stay(tmp_path: Path, lighthouse
     assert again.steps[0][0] > 20, "it has got the state of the others"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("use_async_quorum=False", "use_async_quorum=False, world_size_mode=spares", "WorldSizeMode.DYNAMIC"),
-        pytest.param(
-            "ExactSteps(manager, group,",
-            "ExactSteps(manager, None,",
-            "torchft's ProcessGroupGloo",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_what_cannot_be_exact_is_refused(
-    old: str, new: str, said: str, tmp_path: Path, lighthouse_for_two: str
-) -> None:
-    spares = "from torchft.manager import WorldSizeMode\nspares = WorldSizeMode.FIXED_WITH_SPARES\n"
-    text = script().replace("lighthouse, name =", f"{spares}lighthouse, name =").replace(old, new)
-    with contextlib.ExitStack() as stack:
-        replicas = [stack.enter_context(Replica(tmp_path, text, lighthouse_for_two, name)) for name in "ab"]
-        codes = [each.process.wait(HANG) for each in replicas]
-    assert all(codes), [each.said for each in replicas]
-    assert any(said in each.said for each in replicas)
+SPARES = "world_size_mode=__import__('torchft').manager.WorldSizeMode.FIXED_WITH_SPARES"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
+        ("use_async_quorum=False", f"use_async_quorum=False, {SPARES}", "WorldSizeMode.DYNAMIC"),
         ("micro_batches=6", "micro_batches=6 if name == 'a' else 12", "other micro-batches"),
         (
             "steps = ",
             "if name == 'b': manager._init_sync = False; network[0].weight.data += 1\nsteps = ",
             "other weights than replica 0",
         ),
+        pytest.param("(manager, group,", "(manager, None,", "torchft's ProcessGroupGloo", marks=pytest.mark.slow),
     ],
+    ids=["spares", "micro-batches", "weights", "group"],
 )
-def test_replicas_that_do_not_fit_together_are_told(
+def test_what_cannot_be_exact_is_refused_on_all(
     old: str, new: str, said: str, tmp_path: Path, lighthouse_for_two: str
 ) -> None:
     text = script().replace("use_async_quorum=False", "use_async_quorum=False, init_sync=False").replace(old, new)

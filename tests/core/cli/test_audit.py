@@ -11,9 +11,7 @@ from typing import Any
 from zipfile import ZipFile
 
 import pytest
-from safetensors.torch import load_file, save_file
 
-from ddp_core.base.digests import weights_digest
 from ddp_core.cli.audit.draw import claims, drawn, needed_draws, passing, segments_of
 from tests.support.commands import ddp, train, trained
 from tests.support.layout_cases import ADAMW_MLP
@@ -61,19 +59,10 @@ def test_an_honest_run_passes_and_the_report_says_what_that_proves(run: Path) ->
     assert said.endswith("passed: what was looked at is what the record says\n")
 
 
-def test_it_passes_on_another_layout(run: Path) -> None:
-    said = audit(run, "--segments", 1, "--seed", 4, "--layout", "dp", "--nproc-per-node", 2, "--json")
-    told = json.loads(said)
-    assert (told["format"], told["passed"], told["segments"], len(told["drawn"])) == ("ddp-audit/1", True, 6, 1)
-
-
-@pytest.mark.slow
-def test_a_run_of_four_ranks_is_audited_on_one_rank_and_sharded(tmp_path: Path) -> None:
-    train(tmp_path, *WORDS, ranks=4)
-    four = trained(tmp_path)[0].path
-    for words in (("--layout", "single"), ("--layout", "ddp", "--nproc-per-node", 2, "--shard", "parameters")):
-        said = audit(four, *words, "--segments", 6)
-        assert said.count(": the same\n") == 6, "also what begins anew and where an epoch or the run ends"
+def test_every_segment_passes_on_another_layout(run: Path) -> None:
+    """Also that which begins anew, and those where an epoch or the run ends."""
+    told = json.loads(audit(run, "--segments", 6, "--layout", "dp", "--nproc-per-node", 2, "--json"))
+    assert (told["format"], told["passed"], told["segments"], len(told["drawn"])) == ("ddp-audit/1", True, 6, 6)
 
 
 @pytest.mark.parametrize(
@@ -91,19 +80,6 @@ def test_what_shows_without_training_is_named(copy: Path, forge: Callable[[dict[
     said = audit(copy, "--segments", 1, code=1)
     assert verdict in said
     assert "replayed" not in said
-
-
-def test_weights_that_were_put_in_after_the_end_have_other_figures(copy: Path) -> None:
-    file = copy / "model.safetensors"
-    state = {name: value + 1e-3 if value.is_floating_point() else value for name, value in load_file(file).items()}
-    save_file(state, file)
-    digest = weights_digest(state)
-    edit(copy, lambda record: record.update(weights_sha256=digest))
-    edit(copy, lambda record: record["kept"]["states"][-1].update(weights_sha256=digest))
-    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (copy / "metrics.jsonl").write_text("".join(line for line in lines if '"digest"' not in line))
-    said = audit(copy, "--segments", 1, code=1)
-    assert "different figures: evaluated again, test_" in said
 
 
 @pytest.mark.full

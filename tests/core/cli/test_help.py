@@ -62,11 +62,6 @@ def test_a_wrong_name_of_an_experiment_waits_for_no_torch(words: list[str]) -> N
     assert len(ended.stderr.splitlines()) == 1, "one line"
 
 
-def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    assert "Usage: ddp" in capsys.readouterr().out
-
-
 def test_the_version_names_torch_and_the_commit() -> None:
     """`ddp --version` reads the version of torch from its metadata, without importing torch."""
     code = "import sys; from ddp_core.cli import main; main(['--version']); print('torch' in sys.modules)"
@@ -92,6 +87,8 @@ def test_a_command_of_another_package_says_what_it_is_for(tmp_path: Path, monkey
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*name.split(), "--help"]) == 0
     assert f"Usage: ddp {name} " in capsys.readouterr().out
+    assert main([]) == 2
+    assert "Usage: ddp" in capsys.readouterr().out, "no command shows the help, too"
 
 
 def test_the_help_of_train_names_every_option_and_its_examples_are_understood(

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.support.commands import ROOT, ddp, forked, train, trained, wait_until
-from tests.support.processes import HANG, free_port
+from tests.support.processes import HANG
 
 
 def test_settings_reach_the_run_and_its_record(tmp_path: Path) -> None:
@@ -27,23 +27,7 @@ def test_settings_reach_the_run_and_its_record(tmp_path: Path) -> None:
     assert (directory.path / "source" / "toy_mlp.py").read_text() == (ROOT / "experiments" / "toy_mlp.py").read_text()
 
 
-@pytest.mark.slow
-def test_a_rendezvous_answers_and_a_second_one_on_its_port_is_refused() -> None:
-    port = free_port()
-    assert ddp("rendezvous", "--check", f"127.0.0.1:{port}").code == 6
-    with forked("rendezvous", "--port", port) as server:
-        says = f"rendezvous: listening on port {port} of every address of this machine\n"
-        wait_until(lambda: server.said()[0] == says, HANG, "it listens")
-        assert ddp("rendezvous", "--check", f"127.0.0.1:{port}").code == 0
-        second = ddp("rendezvous", "--port", port)
-        assert second.code == 4
-        assert f"port {port} is in use" in second.errors
-        os.kill(server.pid, signal.SIGTERM)
-        assert server.end().code == 0
-    assert ddp("rendezvous", "--check", "nowhere").code == 2
-
-
-def test_a_rendezvous_listens_at_one_address_alone() -> None:
+def test_a_rendezvous_listens_at_one_address_alone_until_it_is_told_to_end() -> None:
     with forked("rendezvous", "--port", 0, "--bind", "localhost") as server:
         wait_until(lambda: server.said()[0].endswith("\n"), HANG, "it listens")
         # The store is also a client of its own.
@@ -51,6 +35,12 @@ def test_a_rendezvous_listens_at_one_address_alone() -> None:
         (found,) = (each for each in connections if each.status == psutil.CONN_LISTEN)
         assert server.said()[0] == f"rendezvous: listening on port {found.laddr.port} of {found.laddr.ip}\n"
         assert found.laddr.ip in ("127.0.0.1", "::1")
+        second = ddp("rendezvous", "--port", found.laddr.port)
+        assert second.code == 4
+        assert f"port {found.laddr.port} is in use" in second.errors
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.end().code == 0
+    assert ddp("rendezvous", "--check", "nowhere").code == 2
 
 
 @pytest.mark.parametrize(("name", "said"), [("192.0.2.77", "has the address 192.0.2.77"), ("nowhere.invalid", "name")])

@@ -51,9 +51,7 @@ def test_missing_gpu_is_said_before_anything_is_trained(monkeypatch: pytest.Monk
     assert "CUDA device" in verified("toy_mlp", "--device", "cuda", code=4)
 
 
-@pytest.mark.parametrize(
-    ("steps", "kills"), [(1, []), (2, [1]), (3, [1, 2]), (4, [1, 2, 3]), (100, [25, 50, 75]), (550, [137, 275, 412])]
-)
+@pytest.mark.parametrize(("steps", "kills"), [(1, []), (2, [1]), (3, [1, 2]), (4, [1, 2, 3]), (550, [137, 275, 412])])
 def test_kills_are_within_the_run(steps: int, kills: list[int]) -> None:
     layouts, _ = layouts_for(micro_batches=3, steps=steps)
     killed = [attempts for title, attempts in layouts.items() if title.startswith("killed")]

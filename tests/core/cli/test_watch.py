@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
-import pty
-import signal
-import socket
-import subprocess
-import sys
 import time
 from io import StringIO
 from pathlib import Path
@@ -19,14 +13,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ddp_core.base.platforms import boot_id
 from ddp_core.cli import watch as command
 from ddp_core.cli.watch import WatchedRun, _look, table, watch_runs
 from ddp_core.config.layout import Layout
 from ddp_core.observe.metrics import MetricsWriter
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.lock import RunLock
-from tests.support.commands import ROOT
+from tests.core.observe.test_heartbeat import beat
 from tests.support.records import EXPERIMENT, a_record, an_attempt
 from tests.support.wording import refusing
 
@@ -55,14 +48,6 @@ def note(directory: RunDirectory, kind: str, **fields: Any) -> None:
         metrics.write(kind, **fields)
 
 
-def beat(directory: RunDirectory, rank: int, *, step: int = 0, mean: float = 0.01, **other: Any) -> None:
-    """Write the heartbeat of a rank, by default of this very process."""
-    facts = {"rank": rank, "node_rank": 0, "host": socket.gethostname(), "address": "127.0.0.1", "pid": os.getpid()}
-    facts |= {"boot": boot_id(), "time": time.time(), "mean_seconds": mean, "step": step}
-    (directory.path / "heartbeats").mkdir(exist_ok=True)
-    (directory.path / "heartbeats" / f"rank-{rank}.json").write_text(json.dumps(facts | other))
-
-
 def let_pass(directory: RunDirectory, seconds: float) -> None:
     """Make all files of the run older."""
     for file in directory.path.rglob("*"):
@@ -83,7 +68,7 @@ def at_work(output: Path) -> RunDirectory:
     train(directory, 1, 40)
     note(directory, "evaluation", step=40, epoch=3, test_loss=0.5, test_accuracy=0.75)
     for rank in range(12):
-        beat(directory, rank, step=40, mean=0.01 if rank < 11 else 0.05, node_rank=rank // 2)
+        beat(directory.path, rank, step=40, mean_seconds=0.01 if rank < 11 else 0.05, node_rank=rank // 2)
     directory.log.write_text("2026-01-01T00:00:00Z all is well\n2026-01-01T00:00:01Z warning: mind the gap\n")
     return directory
 
@@ -104,14 +89,14 @@ def test_a_growing_run_is_seen_and_a_resumed_one_forgets_what_was_rolled_back(tm
 
 def test_silence_names_the_rank_that_is_lost(tmp_path: Path) -> None:
     directory = begin(tmp_path / "run", layout=TWO_RANKS)
-    beat(directory, 0, step=30)
-    beat(directory, 1, step=30)
+    beat(directory.path, 0, step=30)
+    beat(directory.path, 1, step=30)
     let_pass(directory, 40)
     with RunLock(directory.path):
         assert WatchedRun(directory).standing() == "no step for 40 s"
-        beat(directory, 1, step=31)
+        beat(directory.path, 1, step=31)
         assert WatchedRun(directory).state == "running"
-    beat(directory, 1, step=31, pid=pid_of_the_dead())
+    beat(directory.path, 1, step=31, pid=pid_of_the_dead())
     let_pass(directory, 40)
     assert WatchedRun(directory).standing() == "no step for 40 s, rank 1 is gone"
 
@@ -119,7 +104,7 @@ def test_silence_names_the_rank_that_is_lost(tmp_path: Path) -> None:
 def test_a_killed_run_is_interrupted_at_once_where_nothing_starts_it_again(tmp_path: Path) -> None:
     alone, of_ranks = begin(tmp_path / "alone"), begin(tmp_path / "ranks", layout=TWO_RANKS)
     for directory in (alone, of_ranks):
-        beat(directory, 0, step=30, pid=pid_of_the_dead())
+        beat(directory.path, 0, step=30, pid=pid_of_the_dead())
     assert WatchedRun(alone).state == "interrupted"
     assert (WatchedRun(of_ranks).state, WatchedRun(of_ranks).is_over) == ("silent", False)
     let_pass(of_ranks, 1000)
@@ -196,6 +181,24 @@ def test_nothing_to_watch_is_one_line(tmp_path: Path) -> None:
         watch_runs(tmp_path / "run", once=False, seconds=10)
 
 
+def test_ctrl_c_leaves_the_run_and_its_files_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    directory, shown = at_work(tmp_path), StringIO()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(command, "Console", lambda: Console(file=shown, width=160, force_terminal=True))
+    monkeypatch.setattr(command.time, "sleep", interrupt)
+    with RunLock(directory.path):
+        before = {file: file.stat().st_mtime_ns for file in directory.path.rglob("*")}
+        try:
+            assert watch_runs(tmp_path, once=False, seconds=10) == 0
+        except KeyboardInterrupt:
+            pytest.fail("Ctrl-C goes through")
+        assert {file: file.stat().st_mtime_ns for file in directory.path.rglob("*")} == before
+    assert "step 40 of 100" in shown.getvalue()
+
+
 @pytest.mark.parametrize("width", [40, 200])
 def test_a_table_has_runs_their_ranks_and_what_to_mind(tmp_path: Path, width: int) -> None:
     console = Console(file=StringIO(), width=width)
@@ -206,29 +209,3 @@ def test_a_table_has_runs_their_ranks_and_what_to_mind(tmp_path: Path, width: in
     if width == 200:
         for part in ("running", "step 40 of 100 (40 %)", "about 1 min left", "loss 0.0250", "0.7500", "mind the gap"):
             assert part in text
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(60)
-def test_ctrl_c_leaves_the_table_and_nothing_else(tmp_path: Path) -> None:
-    directory = at_work(tmp_path)
-    shown, terminal = pty.openpty()
-    with RunLock(directory.path):
-        before = {file: file.stat().st_mtime_ns for file in directory.path.rglob("*")}
-        watching = subprocess.Popen(
-            [sys.executable, "-m", "ddp_core", "watch", str(tmp_path)],
-            stdout=terminal,
-            env=os.environ | {"TERM": "xterm", "COLUMNS": "160", "LINES": "24"},
-            cwd=ROOT,
-        )
-        os.close(terminal)
-        text = ""
-        while "step 40 of 100" not in text:
-            text += os.read(shown, 65536).decode()
-        watching.send_signal(signal.SIGINT)
-        with contextlib.suppress(OSError):  # the other end is closed
-            while more := os.read(shown, 65536):
-                text += more.decode()
-        assert watching.wait() == 0
-        os.close(shown)
-        assert {file: file.stat().st_mtime_ns for file in directory.path.rglob("*")} == before

@@ -209,21 +209,13 @@ def test_workers_change_neither_order_nor_content_nor_random_state(workers: int)
     assert not multiprocessing.active_children()
 
 
-class Conjugates:
-    """Whole micro-batches, conjugates that torch has not computed yet."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitems__(self, ids: list[int]) -> tuple[Tensor, Tensor]:
-        numbers = torch.tensor(ids) * (1 + 2j)
-        return numbers.conj(), numbers.conj().imag
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_conjugate_is_computed_before_a_process_sends_it(workers: int) -> None:
-    dataset: Any = Conjugates()
-    (((inputs, targets),),) = Loader(dataset, workers=workers).stream([(0, [np.array([2, 3])])])
+    def conjugated(samples: list[Any]) -> tuple[Tensor, Tensor]:
+        numbers = torch.tensor([number for _, number in samples]) * (1 + 2j)
+        return numbers.conj(), numbers.conj().imag
+
+    (((inputs, targets),),) = Loader(OneByOne(), workers=workers, collate=conjugated).stream([(0, [np.array([2, 3])])])
     assert (inputs.tolist(), targets.tolist()) == ([2 - 4j, 3 - 6j], [-4, -6])
     assert (inputs.is_conj(), targets.is_neg()) == (False, False)
 

@@ -11,7 +11,7 @@ import shutil
 import signal
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from ddp_core.data.loader import Loader
 from ddp_core.data.prefetching import AHEAD, OnDemand, made_ahead, made_by_workers
 from ddp_core.data.splits import ByteImages
 from ddp_core.data.trees import Batch, StepIds
-from tests.core.data.test_loader import OneByOne, assert_equal
+from tests.core.data.test_loader import assert_equal
 from tests.support.commands import wait_until
 from tests.support.processes import HANG
 from tests.support.wording import refusing
@@ -239,28 +239,13 @@ def test_a_large_step_comes_micro_batch_by_micro_batch() -> None:
     assert [int(inputs) for inputs, _ in step[1:]] == made == [2, 3]
 
 
-def beside(
-    items: Iterable[Any], gather: Callable[[Any], Any], finish: Callable[[Any], Batch], device: torch.device
-) -> Generator[list[Batch], None, None]:
-    """What `brought_ahead` does, without a device."""
-    return made_ahead(items, lambda item: [finish(gathered) for gathered in gather(item)])
+def test_what_loader_processes_make_for_a_gpu_are_the_batches_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def beside(items: Any, gather: Callable[[Any], Any], finish: Callable[[Any], Batch], _: object) -> Any:
+        """What `brought_ahead` does, without a device."""
+        return made_ahead(items, lambda item: [finish(gathered) for gathered in gather(item)])
 
-
-class Refused(OneByOne):
-    def __getitem__(self, index: int) -> Any:
-        raise UserError(f"sample {index} is damaged")
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_gpus_stream_has_the_batches_of_the_cpu(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetching, "brought_ahead", beside)
-    cuda = torch.device("cuda", 0)
-    # Rows would be gathered into pinned memory without workers, so there a data set takes part that is only indexed.
-    dataset: Any = pictures() if workers else OneByOne()
-    augmentation = shift_and_flip(1) if workers else None
-    with contextlib.closing(Loader(dataset, augmentation, 1, workers, device=cuda).stream(IDS)) as stream:
-        for step, expected in zip(stream, Loader(dataset, augmentation, 1).stream(IDS), strict=True):
+    loader = Loader(pictures(), shift_and_flip(1), 1, workers=2, device=torch.device("cuda", 0))
+    with contextlib.closing(loader.stream(IDS)) as stream:
+        for step, expected in zip(stream, Loader(pictures(), shift_and_flip(1), 1).stream(IDS), strict=True):
             assert_equal(step, expected)
-    stream = Loader(Refused(), workers=workers, device=cuda).stream(IDS)
-    with refusing():
-        next(stream)

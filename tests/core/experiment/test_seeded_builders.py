@@ -6,9 +6,8 @@ import random
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from ddp_core.experiment.file import LoadedExperiment, load_experiment
+from ddp_core.experiment.file import load_experiment
 from ddp_core.experiment.request import build_model, build_splits
 
 FILE = """
@@ -35,33 +34,27 @@ experiment = Experiment(name="mine", global_batch_size=4, seed={seed})
 """
 
 
-def loaded(folder: Path, before: str = "", seed: int = 0) -> LoadedExperiment:
+def built(folder: Path, before: str = "", seed: int = 0) -> tuple[float, float]:
+    """A weight and a sample, in a process where somebody may have drawn before."""
     file = folder / "mine.py"
     file.write_text(FILE.format(before=before, seed=seed))
-    # Another test of this process may have seeded them with a number.
     random.seed()
     np.random.seed()
-    return load_experiment(str(file))
-
-
-def weight(experiment: LoadedExperiment) -> float:
-    return float(build_model(experiment, "cpu").weight.detach()[0, 0])  # type: ignore[index, operator]
-
-
-def sample(experiment: LoadedExperiment) -> float:
-    return float(build_splits(experiment, Path("data")).train[0][0][0])
+    experiment = load_experiment(str(file))
+    weight = build_model(experiment, "cpu").weight.detach()[0, 0]  # type: ignore[index, operator]
+    return float(weight), float(build_splits(experiment, Path("data")).train[0][0][0])
 
 
 def test_weights_follow_from_the_seed_and_data_are_the_same_for_all(tmp_path: Path) -> None:
-    first, again = (loaded(tmp_path) for _ in range(2))
-    other = loaded(tmp_path, seed=1)
-    assert sample(first) == sample(again) == sample(other)
-    assert weight(first) == weight(again) != weight(other)
+    weight, sample = built(tmp_path)
+    assert built(tmp_path) == (weight, sample)
+    other, same = built(tmp_path, seed=1)
+    assert (other != weight, same) == (True, sample)
 
 
-@pytest.mark.parametrize("made", [weight, sample])
-def test_what_the_file_has_seeded_stays_so(made: object, tmp_path: Path) -> None:
+def test_what_the_file_has_seeded_stays_so(tmp_path: Path) -> None:
     before = "random.seed(1); np.random.seed({})"
-    assert callable(made)
-    assert made(loaded(tmp_path, before.format(1))) == made(loaded(tmp_path, before.format(1)))
-    assert made(loaded(tmp_path, before.format(1))) != made(loaded(tmp_path, before.format(2)))
+    one, again, other = (built(tmp_path, before.format(number)) for number in (1, 1, 2))
+    assert one == again
+    assert one[0] != other[0]
+    assert one[1] != other[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import py_compile
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,21 +96,6 @@ def test_the_program_that_was_started_is_no_part_of_the_experiment(tmp_path: Pat
     assert "notebook.py" not in source.files
 
 
-def test_kept_modules_are_imported_in_place_of_others(tmp_path: Path) -> None:
-    assert ask(_serve, tmp_path) == ("kept", "present", [])
-
-
-def _serve(folder: Path) -> tuple[str, str, list[Path]]:
-    for place, word in (("kept", "kept"), ("now", "present")):
-        (folder / place).mkdir()
-        for name in ("one", "two"):
-            (folder / place / f"served_{name}.py").write_text(f"WORD = {word!r}\n")
-    sys.path.insert(0, str(folder / "now"))
-    serve_modules(Served(str(folder / "kept"), {"served_one": "served_one.py"}))
-    one, two = (importlib.import_module(f"served_{name}").WORD for name in ("one", "two"))
-    return one, two, list((folder / "kept").rglob("*.pyc"))
-
-
 def test_kept_modules_are_compiled_from_their_text_alone(tmp_path: Path) -> None:
     """A compiled file beside the text may hold any other code, whatever digest the text has."""
     assert ask(_serve_beside_compiled, tmp_path) == "the text"
@@ -132,14 +116,9 @@ def kept(folder: Path) -> dict[str, Any]:
     return source.to_json("source")
 
 
-def test_a_kept_source_is_read_as_it_was(tmp_path: Path) -> None:
-    recorded = kept(tmp_path)
-    source = read_source(tmp_path, recorded)
-    assert source.to_json("source") == recorded
-
-
 def test_a_kept_source_that_was_touched_is_refused(tmp_path: Path) -> None:
     recorded = kept(tmp_path)
+    assert read_source(tmp_path, recorded).to_json("source") == recorded
     (tmp_path / "source" / "beside.py").write_text(BESIDE + "\n")
     with refusing():
         read_source(tmp_path, recorded)

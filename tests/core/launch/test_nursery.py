@@ -94,21 +94,17 @@ def interrupted(place: Path) -> object:
 
 
 CASES = {"codes": codes, "leaving": leaving, "killed": killed, "interrupted": interrupted}
+ENDS = {
+    "codes": (7, 1, -signal.SIGTERM),
+    "leaving": -signal.SIGKILL,
+    "killed": -signal.SIGKILL,
+    "interrupted": (7, None, -signal.SIGKILL),
+}
 
 
-def test_each_end_is_told_with_its_code(tmp_path: Path) -> None:
-    (ended,) = run_processes(lead, 1, "codes", str(tmp_path))
-    assert ended == (7, 1, -signal.SIGTERM)
-    assert (tmp_path / "said").read_text() == "3 True x"
-
-
-def test_no_worker_outlives_the_nursery(tmp_path: Path) -> None:
-    assert run_processes(lead, 1, "leaving", str(tmp_path)) == [-signal.SIGKILL]
-
-
-def test_a_killed_nursery_takes_its_workers_along_and_says_so(tmp_path: Path) -> None:
-    assert run_processes(lead, 1, "killed", str(tmp_path)) == [-signal.SIGKILL]
-
-
-def test_a_start_that_a_signal_interrupts_is_taken_for_no_other(tmp_path: Path) -> None:
-    assert run_processes(lead, 1, "interrupted", str(tmp_path)) == [(7, None, -signal.SIGKILL)]
+@pytest.mark.parametrize("case", CASES)
+def test_each_end_is_told_and_no_worker_outlives_the_nursery(tmp_path: Path, case: str) -> None:
+    """The nursery is left or killed, and a signal interrupts a start, whose code is then taken for no other's."""
+    assert run_processes(lead, 1, case, str(tmp_path)) == [ENDS[case]]
+    if case == "codes":
+        assert (tmp_path / "said").read_text() == "3 True x"

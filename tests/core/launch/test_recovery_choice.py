@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -26,11 +25,6 @@ def chosen(asked: Request, most_nodes: int = 1) -> str:
     return with_recovery(asked, most_nodes).options.recovery
 
 
-def test_by_default_the_others_go_on() -> None:
-    assert chosen(request()) == "live"
-    assert chosen(request(nproc_per_node=1), most_nodes=2) == "live"
-
-
 @pytest.mark.parametrize(
     "asked",
     [
@@ -40,12 +34,14 @@ def test_by_default_the_others_go_on() -> None:
         request(reduction="plain"),
         request(launcher="spawn"),
         request(max_restarts=0),
+        request(recovery="restart"),
         replace(request(), evaluated=EVALUATED),
     ],
-    ids=["on-gpus", "shards", "alone", "plain", "spawn", "no-restarts", "evaluation"],
+    ids=["on-gpus", "shards", "alone", "plain", "spawn", "no-restarts", "asked for", "evaluation"],
 )
-def test_all_start_again_where_the_others_cannot_go_on(asked: Request) -> None:
+def test_the_others_go_on_unless_they_cannot(asked: Request) -> None:
     assert chosen(asked) == "restart"
+    assert chosen(request()) == chosen(request(nproc_per_node=1), most_nodes=2) == "live"
 
 
 def test_all_start_again_with_callbacks() -> None:
@@ -54,7 +50,3 @@ def test_all_start_again_with_callbacks() -> None:
     assert chosen(replace(asked, loaded=loaded)) == "restart"
     wanted = replace(asked, loaded=loaded, options=asked.options.model_copy(update={"recovery": "live"}))
     assert chosen(wanted) == "live"
-
-
-def test_a_restart_that_was_asked_for_is_one(tmp_path: Path) -> None:
-    assert chosen(request(recovery="restart", output=str(tmp_path))) == "restart"

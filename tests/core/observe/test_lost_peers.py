@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.observe import lost_peers
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost, short_message
 from tests.core.observe.test_heartbeat import beat
+from tests.support.wording import refusing, said_as_before
 
 
 def test_ranks_that_wait_in_vain_name_the_silent_one_and_not_each_other(
@@ -103,63 +103,45 @@ STACK = "\nException raised from create at /pytorch/torch/csrc/distributed/c10d/
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    "text",
     [
-        (
-            f"{REMOTE}Last error:\nsocketProgressOpt: Call to recv from 172.1.2.3<3> failed : Connection reset by peer",
-            "socketProgressOpt: Call to recv from 172.1.2.3<3> failed : Connection reset by peer",
-        ),
-        (REMOTE, REMOTE.partition("\n")[0]),
-        (SYSTEM, SYSTEM.partition("\n")[0]),
-        (
-            f"{INTERNAL}Last error:\nNet : Connection closed by remote peer user<50260>{STACK}",
-            "Net : Connection closed by remote peer user<50260>",
-        ),
-        (
-            "[PG ID 0 PG GUID 0 Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3) ran for "
-            "60000 milliseconds before timing out.",
-            "[PG ID 0 PG GUID 0 Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3) ran for "
-            "60000 milliseconds before timing out.",
-        ),
-        ("NCCL met a REMOTE_ERROR while this rank waited for its device",) * 2,
-        (
-            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:5002: Connection reset "
-            "by peer. This is typically caused by a remote worker hanging. GLHF!",
-            "Read error [10.0.0.2]:5002: Connection reset by peer",
-        ),
+        f"{REMOTE}Last error:\nsocketProgressOpt: Call to recv from 172.1.2.3<3> failed : Connection reset by peer",
+        REMOTE,
+        SYSTEM,
+        f"{INTERNAL}Last error:\nNet : Connection closed by remote peer user<50260>{STACK}",
+        "[PG ID 0 PG GUID 0 Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3) ran for 9",
+        "NCCL met a REMOTE_ERROR while this rank waited for its device",
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:5002: Connection reset by "
+        "peer. This is typically caused by a remote worker hanging. GLHF!",
     ],
+    ids=["socket", "remote", "system", "closed", "watchdog", "waited", "gloo"],
 )
-def test_what_nccl_says_of_a_lost_peer_is_one(text: str, reason: str) -> None:
+def test_what_nccl_says_of_a_lost_peer_is_one(text: str) -> None:
     error = dist.DistBackendError(text)
     assert is_peer_loss(error)
     assert shortage(error, "rank 1 (node 0)") is None
-    assert short_message(error) == reason
+    said_as_before(short_message(error))
 
 
 @pytest.mark.parametrize(
-    ("text", "lack"),
+    "text",
     [
-        (f"{SYSTEM}Last error:\n{SHARED}{STACK}", "NCCL has too little shared memory.*/dev/shm/nccl-WU88OE"),
-        (
-            f"{SYSTEM}Last error:\n{SHARED}, error: No space left on device (28)",
-            "NCCL has too little shared memory.*28",
-        ),
-        (f"{CUDA}Last error:\nCuda failure 2 'out of memory'", "NCCL is out of memory.*micro_batch.*out of memory'"),
-        (f"{CUDA}Last error:\nFailed to CUDA calloc 6291456 bytes", "NCCL is out of memory"),
-        (f"{CUDA}Last error:\nCuda failure 999 'unknown error'", "the GPU or its driver has failed.*999"),
-        (
-            f"{USAGE}Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
-            "does not let two ranks share a GPU.*--backend gloo.*rank 1 and rank 0",
-        ),
+        f"{SYSTEM}Last error:\n{SHARED}{STACK}",
+        f"{SYSTEM}Last error:\n{SHARED}, error: No space left on device (28)",
+        f"{CUDA}Last error:\nCuda failure 2 'out of memory'",
+        f"{CUDA}Last error:\nFailed to CUDA calloc 6291456 bytes",
+        f"{CUDA}Last error:\nCuda failure 999 'unknown error'",
+        f"{USAGE}Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
     ],
+    ids=["shared memory", "no space", "memory", "calloc", "driver", "one GPU"],
 )
-def test_what_nccl_says_of_this_machine_is_a_lack_of_something(text: str, lack: str) -> None:
+def test_what_nccl_says_of_this_machine_is_a_lack_of_something(text: str) -> None:
     error = dist.DistBackendError(text)
     assert not is_peer_loss(error)
     found = shortage(error, "rank 1 (node 0)")
     assert found is not None
-    assert found.exit_code == ExitCode.RESOURCES
-    assert re.search(f"^rank 1 \\(node 0\\): .*{lack}", str(found))
+    with refusing():
+        raise found
 
 
 @pytest.mark.parametrize("text", [f"{USAGE}Last error:\ninvalid root", INTERNAL])

@@ -1,16 +1,21 @@
-"""Whatever stands in a document that ddp reads back: never an exception but a UserError, and never a wait.
+"""Whatever a stranger has put into a run directory: never an exception but a UserError, never a wait, no harm.
 
 The documents are those of a real run. One of them is changed at one place, in its bytes, or in the type, the size or
-the depth of a value, and then given to everything that reads it.
+the depth of a value, and then given to everything that reads it. Besides, real commands meet pipes, links to devices,
+and texts that would act in a terminal.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import io
+import itertools
 import json
+import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.user_code import MODULE_PREFIX
 from ddp_core.checkpoint import Fence, best_checkpoint, find_checkpoints, newest_valid, sweep
 from ddp_core.checkpoint.manifest import _canonical
 from ddp_core.cli import main
@@ -38,14 +44,8 @@ from ddp_core.record.directory import RunDirectory, find_launch
 from ddp_core.record.initial_weights import find_weights
 from ddp_core.record.lock import require_unlocked
 from ddp_core.record.reading import Run
-from ddp_lab.chaos.judge import DrillReport, judge
-from ddp_lab.chaos.watch import Progress, recovery
-from ddp_lab.claims.framework.suite import read as read_claim
-from ddp_lab.cluster.runs import Planned, find_baseline
-from ddp_lab.report.reading.claims import read_findings
-from ddp_lab.report.reading.runs import read_runs
-from tests.lab.report.files import write_claim, write_drill
-from tests.support.commands import train, trained
+from tests.support.commands import ddp, train, trained
+from tests.support.own_project import write_project
 from tests.support.records import an_attempt
 
 Read = Callable[["Place"], object]
@@ -111,8 +111,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     other = shutil.copytree(run, output / "toy_mlp" / "other")
     others = [first, an_attempt(**CHANGED)]
     RunDirectory(other).update(**ALL_FIELDS, attempts=others, status="stopped", exit_code=75, started_at="2026")
-    write_drill(output).rename(output / "drill.json")
-    write_claim(output, id="C01")
     request = Request(load_with_settings("toy_mlp", ()), Layout(), Options(output=str(output)), "auto")
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     return Place(output, run, request, files)
@@ -138,17 +136,6 @@ def every_part_of_a_run(place: Place) -> None:
     recorded_digest(place.run, run.record)
 
 
-def progress(place: Place) -> None:
-    seen = Progress(place.output, "a")
-    seen.look()
-    _ = (seen.step, seen.attempts, seen.nnodes, seen.completed, seen.trains, seen.step_at(1e9), seen.first_rank_host())
-    recovery(seen.records, 0.0)
-
-
-def drill(place: Place) -> None:
-    judge(DrillReport("d", "local", 0), place.run, None)
-
-
 def checkpoints(place: Place) -> None:
     folder = place.run / "checkpoints"
     find_checkpoints(folder)
@@ -159,25 +146,22 @@ def checkpoints(place: Place) -> None:
 
 RUN: list[Read] = [
     every_part_of_a_run,
-    progress,
-    drill,
     lambda place: find_resumable(place.request, 32),
     lambda place: require_continuable(RunDirectory(place.run), place.request, 32),
     lambda place: find_launch(place.output, place.request.loaded.experiment, "a"),
-    lambda place: find_baseline(place.output, Planned("x", "native")),
     lambda place: find_weights(str(place.run)),
     lambda place: expected_numerics(Asked(experiment="toy_mlp", device="cpu", record=str(place.run / "run.json"))),
-    lambda place: read_runs(place.output),
     command("compare", "RUN"),
     command("compare", "--output", "OUT"),
+    command("bundle", "RUN", "-o", "OUT/new.zip"),
+    command("verify", "RUN"),
 ]
 READERS: dict[str, list[Read]] = {
     "toy_mlp/run/run.json": RUN,
     "toy_mlp/other/run.json": RUN,
     "toy_mlp/run/data.json": [every_part_of_a_run],
-    "toy_mlp/run/metrics.jsonl": [every_part_of_a_run, progress, drill, lambda place: read_runs(place.output)],
+    "toy_mlp/run/metrics.jsonl": [every_part_of_a_run],
     "toy_mlp/run/heartbeats/rank-0.json": [
-        progress,
         lambda place: name_lost_peer(place.run, World(rank=1, world_size=2), "[127.0.0.1]:1"),
         lambda place: renew_heartbeat(place.run, World()),
         command("health", "--output", "OUT"),
@@ -187,14 +171,6 @@ READERS: dict[str, list[Read]] = {
     "toy_mlp/run/checkpoints/best.json": [checkpoints],
     "toy_mlp/run/checkpoints/latest.json": [checkpoints],
     "toy_mlp/run/checkpoints/step-000000004.json": [checkpoints, lambda place: find_resumable(place.request, 32)],
-    "drill.json": [lambda place: read_findings(place.output)],
-    "claims/C01.json": [
-        lambda place: read_findings(place.output),
-        lambda place: read_claim(place.output / "claims" / "C01.json"),
-    ],
-}
-COMMANDS: dict[str, list[Read]] = {
-    "toy_mlp/run/run.json": [command("bundle", "RUN", "-o", "OUT/new.zip"), command("verify", "RUN")]
 }
 
 
@@ -255,26 +231,6 @@ def changes(document: str, content: bytes) -> st.SearchStrategy[bytes]:
     return changed(content) | changed_bytes(content)
 
 
-def read_all(place: Place, data: st.DataObject, readers: dict[str, list[Read]]) -> None:
-    document = data.draw(st.sampled_from(sorted(readers)))
-    content = data.draw(changes(document, place.files[place.output / document]))
-    for read in readers[document]:
-        quiet = (contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()))
-        with place.changed(document, content), quiet[0], quiet[1], contextlib.suppress(UserError):
-            read(place)
-
-
-def try_out(place: Place, readers: dict[str, list[Read]], examples: int) -> None:
-    """Read so many changed documents."""
-
-    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(st.data())
-    def one(data: st.DataObject) -> None:
-        read_all(place, data, readers)
-
-    one()
-
-
 @pytest.fixture(autouse=True)
 def _nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(children: Children, asked: Asked) -> None:
@@ -285,13 +241,139 @@ def _nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 def test_no_document_ends_what_reads_it(place: Place) -> None:
-    try_out(place, READERS, 300)
+    @settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def read_a_changed_one(data: st.DataObject) -> None:
+        document = data.draw(st.sampled_from(sorted(READERS)))
+        content = data.draw(changes(document, place.files[place.output / document]))
+        for read in READERS[document]:
+            quiet = (contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()))
+            with place.changed(document, content), quiet[0], quiet[1], contextlib.suppress(UserError):
+                read(place)
+
+    read_a_changed_one()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("readers", "examples"), [(READERS, 9_000), (COMMANDS, 700)], ids=["readers", "commands"])
-def test_none_of_ten_thousand_documents_ends_what_reads_it(
-    place: Place, readers: dict[str, list[Read]], examples: int
+LIMIT = 120
+"""Seconds, of which a command needs a few: one that waits at a pipe would wait for ever."""
+TOO_LARGE = "(larger than 8,388,608 bytes)"
+FORGED = "\x1b[2K\ndigests: 5 exact runs, identical"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A completed run of an experiment with modules of its own; tests work on copies."""
+    folder = tmp_path_factory.mktemp("made")
+    file = write_project(folder / "project")
+    train(folder / "out", file, "--data-dir", folder / "data", "--checkpoint-every", "2")
+    return trained(folder / "out")[0].path
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy of the run, below an output folder."""
+    return shutil.copytree(made, tmp_path / "out" / made.parent.name / made.name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("place", "make", "said"),
+    [
+        ("run.lock", os.mkfifo, "run.lock is a pipe or a device"),
+        ("metrics.jsonl", lambda place: place.symlink_to("/dev/zero"), "metrics.jsonl is a link"),
+        ("source/beside.py", os.mkfifo, "beside.py cannot be read (it is a pipe or a device"),
+        ("heartbeats/rank-0.json", os.mkfifo, None),
+    ],
+)
+def test_no_command_waits_at_a_pipe_or_reads_a_device_without_end(
+    made: Path, run: Path, place: str, make: Callable[[Path], None], said: str | None
 ) -> None:
-    try_out(place, readers, examples)
+    (run / place).unlink(missing_ok=True)
+    (run / place).parent.mkdir(exist_ok=True)
+    make(run / place)
+    output = run.parents[1]
+    for ended in (
+        ddp("compare", "--no-check", "--output", output, timeout=LIMIT),
+        ddp("watch", "--once", run, timeout=LIMIT),
+        ddp("verify", run, timeout=LIMIT, module="tests.support.quick"),
+        ddp("--output", output, "--to", output / "report", timeout=LIMIT, module="ddp_lab.report"),
+    ):
+        assert (ended.code, ended.errors) == (1 if "different code" in ended.output else 0, "")
+    # The finished run, which is told to be longer.
+    words = ("--resume", run, "--set", "epochs=2", "--device", "cpu", "--data-dir", run / "data", "--output", output)
+    ended = ddp("train", made.parents[2] / "project" / "mine.py", *words, timeout=LIMIT)
+    lines = ended.errors.splitlines()
+    assert (ended.code, len(lines)) == ((2, 1) if said else (0, 0))
+    assert said is None or said in lines[0]
+
+
+def changed(run: Path, **fields: Any) -> None:
+    """The run, with other fields in its record."""
+    file = run / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def test_a_run_that_branches_off_from_itself_is_no_line_to_follow(run: Path) -> None:
+    other = shutil.copytree(run, run.with_name("other"))
+    fork = {"given": "x", "step": 2, "hyperparameters": []}
+    fork |= dict.fromkeys(("checkpoint_sha256", "weights_sha256", "experiment_sha256"), "0" * 64)
+    changed(run, forked_from=fork | {"run": str(other)})
+    changed(other, forked_from=fork | {"run": str(run)})
+    ended = ddp("verify", run, timeout=LIMIT)
+    assert (ended.code, ended.output) == (2, "")
+    assert ended.errors == (
+        f"ddp: error: {run} branches off from itself, as its run.json and those of its parents say\n"
+    )
+    for words in (("compare", "--no-check", run), ("watch", "--once", run)):
+        assert ddp(*words, timeout=LIMIT).code == 0
+
+
+def test_a_record_of_many_attempts_is_refused_before_it_is_read(run: Path) -> None:
+    attempt = {"layout": {"kind": "single", "device": "cpu", "nnodes": 1, "nproc_per_node": 1}}
+    changed(run, attempts=100_000 * [attempt | {"started_at": "2026-01-01T00:00:00Z", "restart_count": 0}])
+    for words in (("watch", "--once", run), ("compare", run), ("verify", run)):
+        ended = ddp(*words, timeout=LIMIT)
+        assert (ended.code, ended.output) == (2, "")
+        assert ended.errors.endswith(f"{run} is not a run directory: it has no readable run.json {TOO_LARGE}\n")
+        assert len(ended.errors.splitlines()) == 1
+
+
+@pytest.mark.full
+def test_no_text_of_a_record_prints_a_line_of_its_own(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each text and each name in run.json is forged, one at a time."""
+
+    # `verify` imports the modules that the run has kept, which no later test of this process may find.
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    before = set(sys.modules)
+    whole = json.loads((run / "run.json").read_text())
+    whole |= {"message": "text", "promise_broken": {"step": 1, "what": "text"}, "experiment_file": "text"}
+    whole["ended_early"] = {"step": 1, "of": 2, "reason": "text"}
+    whole["environment"]["packages"] = {"torch": "2.0"}
+    other = shutil.copytree(run, run.with_name("other"))
+    changed(other, experiment_sha256="0" * 64)  # a table of its own, so that its title says what sets it apart
+    count = sum(1 for _ in inner_places(whole))
+    for number in range(2 * count):
+        forged = copy.deepcopy(whole)
+        container, key = next(itertools.islice(inner_places(forged), number // 2, None))
+        if number % 2 and isinstance(container, dict):
+            container[f"{key}{FORGED}"] = container[key]
+        elif isinstance(container[key], str):
+            container[key] += FORGED
+        else:
+            continue
+        (run / "run.json").write_text(json.dumps(forged))
+        for words in (
+            ("compare", "--no-check", str(other), str(run)),
+            ("watch", "--once", str(run)),
+            ("verify", str(run)),
+        ):
+            main(words)
+            said = "\n".join(capsys.readouterr())
+            assert "\x1b" not in said, (words, container, key)
+            assert FORGED.split("\n")[1] not in said.splitlines(), (words, container, key)
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("beside", "nets") or name.startswith(MODULE_PREFIX):
+            del sys.modules[name]

@@ -18,7 +18,7 @@ from ddp_core.base.files import sha256_of
 from ddp_core.checkpoint import Checkpointer, load, read_checkpoint
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.initial_weights import find_weights, put_weights
-from ddp_core.record.weights import WEIGHTS, exchanged_weights, read_weights, require_recorded_weights
+from ddp_core.record.weights import WEIGHTS, exchanged_weights, read_weights
 from tests.support.records import a_record
 from tests.support.wording import refusing
 
@@ -126,12 +126,6 @@ def test_what_holds_no_weights_is_refused(tmp_path: Path, content: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def tied() -> nn.Module:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    return model
-
-
 def finished(folder: Path, model: nn.Module) -> RunDirectory:
     """A completed run of four steps, with two checkpoints, the last of which has the final weights."""
     run, state = RunDirectory(folder), model.state_dict()
@@ -142,18 +136,6 @@ def finished(folder: Path, model: nn.Module) -> RunDirectory:
     done = {"status": "completed", "weights_sha256": weights_digest(state), "result": {"steps": 4}}
     run.write(a_record(**done))
     return run
-
-
-@pytest.mark.parametrize("model", [nn.Linear(2, 2), tied()], ids=["a layer", "tied weights"])
-def test_what_was_saved_is_what_was_recorded(tmp_path: Path, model: nn.Module) -> None:
-    run = finished(tmp_path, model)
-    record = run.read()
-    assert exchanged_weights(tmp_path, record) is None
-    file = tmp_path / WEIGHTS
-    save_file({name: torch.zeros_like(value) for name, value in load_file(file).items()}, file)
-    assert exchanged_weights(tmp_path, record) == WEIGHTS
-    with refusing():
-        require_recorded_weights(tmp_path, record)
 
 
 def test_the_average_is_looked_at_where_it_is_recorded(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ddp_core.record.directory import RunDirectory
 from ddp_core.record.reading import Run
 from tests.support.commands import train, trained
 from tests.support.own_project import edit, write_project
@@ -27,7 +26,7 @@ def written(folder: Path, **fields: Any) -> Path:
 
 def test_a_run_is_followed_while_it_runs(tmp_path: Path) -> None:
     run = Run(written(tmp_path))
-    assert (run.status, run.digest, run.figures, run.metrics) == ("running", None, {}, [])
+    assert (run.status, run.digest, run.figures, run.metrics, run.promise_broken) == ("running", None, {}, [], None)
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "loss": 0.5}\n{"kind": "st')
     assert run.metrics == [{"kind": "step", "step": 1, "loss": 0.5}]
     with refusing():
@@ -37,11 +36,10 @@ def test_a_run_is_followed_while_it_runs(tmp_path: Path) -> None:
     assert repr(run) == f"Run({str(tmp_path)!r}: failed)"
     with refusing():
         run.load_model()
-
-
-def test_a_folder_without_a_record_is_no_run(tmp_path: Path) -> None:
-    with refusing():
-        Run(tmp_path)
+    broken = {"step": 3, "what": "other bits", "attempt": 0}
+    written(tmp_path, promise_broken=broken)
+    assert run.promise_broken == broken
+    assert repr(run).endswith(", promise broken in step 3)")
 
 
 def test_a_relative_path_survives_a_change_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,12 +84,3 @@ def test_the_model_is_that_of_the_kept_code(tmp_path: Path) -> None:
     edit(run.path / "source" / "nets" / "big.py", "nn.Sigmoid()", "nn.Tanh()")
     with refusing():
         run.load_model()
-
-
-def test_a_broken_promise_is_told(tmp_path: Path) -> None:
-    run = Run(written(tmp_path))
-    assert run.promise_broken is None
-    broken = {"step": 3, "what": "other bits", "attempt": 0}
-    RunDirectory(tmp_path).update(promise_broken=broken)
-    assert run.promise_broken == broken
-    assert repr(run).endswith(", promise broken in step 3)")

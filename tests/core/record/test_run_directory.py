@@ -54,6 +54,8 @@ def test_an_output_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) ->
     (tmp_path / "file").write_text("in the way")
     with refusing():
         RunDirectory.create(tmp_path / "file" / "outputs", EXPERIMENT, Layout())
+    with refusing():
+        RunDirectory(tmp_path / "gone").write({})
 
 
 def test_a_folder_with_checkpoints_and_no_record_is_told(tmp_path: Path) -> None:
@@ -74,15 +76,6 @@ def test_an_update_changes_what_it_names(tmp_path: Path) -> None:
     assert [path.name for path in directory.path.glob(".run*")] == []
     (directory.path / "plain").touch()
     assert (directory.path / "run.json").stat().st_mode == (directory.path / "plain").stat().st_mode
-
-
-def test_a_record_that_cannot_be_replaced_is_said(tmp_path: Path) -> None:
-    directory = make(tmp_path)
-    (directory.path / "run.json").unlink()
-    directory.checkpoints.rmdir()
-    directory.path.rmdir()
-    with refusing():
-        directory.write({})
 
 
 def test_runs_are_found_oldest_first_at_any_depth(tmp_path: Path) -> None:

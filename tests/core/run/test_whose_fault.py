@@ -1,14 +1,24 @@
-"""What the user's code did ends with 2 and says so, never as a fault of ours; torch's raw errors are put in words."""
+"""What ends a run is one line with what was wrong and where, and the exit code of its cause.
+
+What the user's code did ends with 2 and is never a fault of ours, also where it leaves by `sys.exit(0)`; torch's raw
+errors are put in words.
+"""
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ddp_core.base.errors import ExitCode
+from ddp_core.base.user_code import LeftEarly, user_code
 from tests.core.test_bad_input import MODES
-from tests.support.commands import Ended, ddp, trained
+from tests.support.commands import Ended, ddp, trained, without_limits
+from tests.support.processes import HANG
+from tests.support.wording import refusing, said_as_before
 
 HEAD = """
 import os
@@ -82,12 +92,79 @@ NO_GRADIENT = """
 def loss(outputs, targets):
     return functional.cross_entropy(outputs.detach(), targets, reduction="sum")
 """
+LATER = """
+class Samples:
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        if torch.utils.data.get_worker_info() is not None:
+            {what}
+        return torch.zeros(4), torch.tensor(0)
+
+def data():
+    return Splits(Samples())
+"""
+NO_LOCKS = """
+import errno, fcntl
+
+_flock = fcntl.flock
+
+def flock(descriptor, how):
+    if os.readlink(f"/proc/self/fd/{descriptor}").endswith("run.lock"):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    return _flock(descriptor, how)
+
+if "RANK" in os.environ:
+    fcntl.flock = flock
+"""
+COMPLEX = """
+def model():
+    net = nn.Linear(4, 3)
+    net.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
+    return net
+"""
+NO_RECORD = """
+experiment = Experiment(name="mine", global_batch_size=8, evaluation="none")
+"""
+LEAVES = """
+import sys
+
+WHERE, HOW, RANK = os.environ["WHERE"], os.environ["HOW"], os.environ.get("RANK", "0")
+
+def leave(where):
+    if where == WHERE and RANK == os.environ["LEAVER"]:
+        sys.exit(0) if HOW == "exit" else exec("raise KeyboardInterrupt")
+
+class Net(nn.Linear):
+    def forward(self, inputs):
+        if self.training:
+            leave("model")
+        return super().forward(inputs)
+
+class Leaves(Callback):
+    ranks = "all"
+
+    def on_step(self, moment):
+        if moment.step == 3:
+            leave("callback")
+
+def model():
+    leave("builder")
+    return Net(4, 3)
+
+callbacks = [Leaves()]
+"""
+
+
+def run(folder: Path, text: str, *words: str, env: dict[str, str] | None = None, begin: str = "") -> Ended:
+    (folder / "mine.py").write_text(begin + HEAD + text, encoding="utf-8")
+    return ddp("train", folder / "mine.py", "--device", "cpu", *words, "--output", folder / "out", env=env)
 
 
 def end_of(text: str, mode: str, folder: Path) -> tuple[Ended, str]:
     """How the run ended, and its last `error:` line."""
-    (folder / "mine.py").write_text(HEAD + text)
-    ended = ddp("train", folder / "mine.py", *MODES[mode], "--output", folder / "out")
+    ended = run(folder, text, *MODES[mode])
     assert ended.code == ExitCode.BAD_INPUT, ended.errors
     assert "fault of ddp itself" not in ended.errors
     return ended, next(line for line in reversed(ended.errors.splitlines()) if line.startswith("ddp: error"))
@@ -95,20 +172,11 @@ def end_of(text: str, mode: str, folder: Path) -> tuple[Ended, str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (
-            OTHER_WEIGHTS,
-            "after step 4 parameter bias is not the same on all ranks (differs: 0, 1 of 2), so this step is not saved",
-        ),
-        (OTHER_WIDTH, "rank 1 has built another model than rank 0: weight [4, 4] float32, where rank 0 has weight [3"),
-        (ONE_WITHOUT, "ValueError: no licence here"),
-    ],
-    ids=["other weights", "other width", "one without"],
+    "text", [OTHER_WEIGHTS, OTHER_WIDTH, ONE_WITHOUT], ids=["other weights", "other width", "one without"]
 )
-def test_ranks_that_differ_are_the_users_to_mend(text: str, said: str, tmp_path: Path) -> None:
+def test_ranks_that_differ_are_the_users_to_mend(text: str, tmp_path: Path) -> None:
     _, line = end_of(text, "torchrun", tmp_path)
-    assert said in line
+    said_as_before(line)
     if text == OTHER_WEIGHTS:
         assert trained(tmp_path / "out")[1]["exit_code"] == ExitCode.BAD_INPUT
 
@@ -144,3 +212,84 @@ def test_a_loss_that_cannot_be_trained_with_is_refused(text: str, said: str, mod
     directory, record = trained(tmp_path / "out")
     assert said in record["message"]
     assert '"kind": "step"' not in directory.metrics.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "code"),
+    [
+        (LATER.format(what='raise ValueError("one\\ntwo")'), ("--workers", "1"), 2),
+        (LATER.format(what="os.kill(os.getpid(), 9)"), ("--workers", "1"), 4),
+        (NO_LOCKS, ("--layout", "ddp", "--nproc-per-node", "2"), 4),
+        (COMPLEX, (), 2),
+        (NO_RECORD, (), 2),
+        ("", ("--set", f"epochs={2**63}"), 2),
+        ("", ("--stop-signal", "SIGSTOP"), 2),
+    ],
+    ids=["loader", "killed loader", "no locks", "complex128", "no record", "2**63", "SIGSTOP"],
+)
+def test_one_line_says_what_was_wrong(text: str, words: tuple[str, ...], code: int, tmp_path: Path) -> None:
+    ended = run(tmp_path, text, *words)
+    assert ended.code == code
+    (line,) = ended.errors.splitlines()
+    said_as_before(line)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    assert run(tmp_path, "", "--set", "max_steps=1", begin="\ufeff").code == 0
+
+
+@pytest.mark.full
+def test_where_no_error_can_be_written_the_exit_code_tells_it() -> None:
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        for words, code in ((["verify", "nothing-here"], ExitCode.BAD_INPUT), (["--help"], ExitCode.RESOURCES)):
+            ended = subprocess.run(
+                [sys.executable, "-m", "ddp_core", *words],
+                stdout=full,
+                stderr=full,
+                env=without_limits(),
+                timeout=HANG,
+                check=False,
+            )
+            assert ended.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("where", "mode", "leaver", "how"),
+    [
+        ("callback", "single", 0, "exit"),
+        ("callback", "single", 0, "interrupt"),
+        ("model", "dp", 0, "exit"),
+        pytest.param("callback", "torchrun", 1, "exit", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_its_own_code_leaves_is_unfinished(
+    where: str, mode: str, leaver: int, how: str, tmp_path: Path
+) -> None:
+    ended = run(tmp_path, LEAVES, *MODES[mode], env={"WHERE": where, "HOW": how, "LEAVER": str(leaver)})
+    assert ended.code == ExitCode.BAD_INPUT
+    last = ended.errors.strip().splitlines()
+    said = next(line for line in reversed(last) if line.startswith("ddp: error"))
+    raised = "SystemExit: 0" if how == "exit" else "KeyboardInterrupt"
+    for words in (f"rank {leaver} (node 0): your {where} left", f"by {raised}", "training is not finished"):
+        assert words in said
+    _, record = trained(tmp_path / "out")
+    assert (record["status"], record["exit_code"]) == ("failed", ExitCode.BAD_INPUT)
+    assert f"your {where} left" in record["message"]
+
+
+def test_before_training_it_is_an_error_as_well(tmp_path: Path) -> None:
+    ended = run(tmp_path, LEAVES, env={"WHERE": "builder", "HOW": "exit", "LEAVER": "0"})
+    assert ended.code == ExitCode.BAD_INPUT
+    assert "by SystemExit: 0, so training is not finished" in ended.errors.strip().splitlines()[-1]
+
+
+def test_a_true_interrupt_stays_what_it_is() -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt), user_code("your model"):
+        raise KeyboardInterrupt
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        with refusing(LeftEarly), user_code("your model"):
+            raise KeyboardInterrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
