@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
-from operator import getitem
 from statistics import median
 from typing import Any
 
@@ -22,9 +20,15 @@ from tests.support.processes import HANG
 def ratio(*paths: str) -> Callable[[Measurements], float]:
     """The medians of two lists of rounds, `a/b/c` each, one divided by the other."""
 
+    def rounds(measurements: Measurements, path: str) -> list[float]:
+        found: Any = measurements
+        for step in path.split("/"):
+            found = found[step]
+        return list(found)
+
     def value(measurements: Measurements) -> float:
-        above, below = (median(reduce(getitem, path.split("/"), measurements)) for path in paths)
-        return float(above / below)
+        above, below = (median(rounds(measurements, path)) for path in paths)
+        return above / below
 
     return value
 
