@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -24,7 +23,6 @@ from tests.house.conftest import build, run
 from tests.support.commands import ROOT
 from tests.support.layout_cases import ADAMW_MLP
 from tests.support.processes import HANG
-from tools.torch_build import choose_build
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PLACE = "https://example.org/somebody/samebits"
@@ -167,36 +165,3 @@ def test_installed_wheels_list_and_train_from_an_empty_directory(installed: Path
     assert {record["status"] for record in records} == {"completed"}
     run(tmp_path, installed / "ddp", "launch-files")
     assert below(tmp_path / "launch") == below(ROOT / "launch")
-
-
-@pytest.mark.slow
-@pytest.mark.extras
-@pytest.mark.timeout(1800)
-def test_a_stranger_installs_trains_ports_a_script_and_makes_a_report(built: dict[str, Path], tmp_path: Path) -> None:
-    """From a folder of wheels and the package index, without the repository; first the library alone, then the rest."""
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line[1:])
-    if subprocess.run([sys.executable, "-m", "pip", "index", "versions", "click"], capture_output=True).returncode:
-        pytest.skip("the package index cannot be reached")
-    venv.create(tmp_path / "environment", with_pip=True)
-    scripts = tmp_path / "environment" / "bin"
-    pip = [scripts / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
-    pip += [*choose_build(sys.executable, pins, "cpu", None).words, "--find-links", built["library"].parent]
-
-    def installs(what: str) -> None:
-        done = subprocess.run([*map(str, pip), what], cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    installs("samebits")
-    shutil.copy(ROOT / "docs" / "tutorials" / "port-your-script" / "after.py", tmp_path)
-    (tmp_path / "mine.py").write_text((ROOT / "experiments" / "linear_regression.py").read_text())
-    run(tmp_path, scripts / "ddp", "train", "mine.py", "--layout", "ddp", "--nproc-per-node", "2", "--device", "cpu")
-    for words in (["train", "digits"], ["report"]):
-        done = subprocess.run([scripts / "ddp", *words], cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-        assert "samebits-lab: pip install 'samebits[lab]'" in done.stderr
-    installs("samebits[report]")
-    torchrun = [scripts / "torchrun", "--standalone", "--nproc-per-node", "2"]
-    assert run(tmp_path, *torchrun, "after.py", OMP_NUM_THREADS="1").stdout.startswith("48 steps, ")
-    run(tmp_path, scripts / "ddp", "report")
-    assert "linear_regression" in (tmp_path / "outputs" / "report" / "index.html").read_text()
-    assert os.fspath(ROOT) not in (tmp_path / "outputs" / "report" / "index.html").read_text()
