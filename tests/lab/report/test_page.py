@@ -67,7 +67,7 @@ def test_every_state_is_told(page: str) -> None:
     assert "Traceback: &lt;b&gt;bad&lt;/b&gt; &amp; worse" in page
     assert "identical on 3 layouts" in page
     assert "1.76× [1.70, 1.82]" in page  # noqa: RUF001
-    assert '<p lang="zh">DP 比 DDP 慢。</p>' in page
+    assert '<p lang="zh">因此' in page
 
 
 def test_markup_in_names_stays_text(tmp_path: Path) -> None:
