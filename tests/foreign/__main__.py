@@ -1,6 +1,6 @@
 """Trains other people's models, optimizers and schedules on every layout, and writes the table: `make test-foreign`.
 
-What has run with the installed versions is not run again, layout by layout, so a call goes on where the last one ended;
+What has run with the installed versions is not run again, so a call goes on where the last one ended;
 --again runs it all the same. The exit code is 1 where a case that has run now is silent, a fault or hangs, else 0.
 """
 
@@ -10,13 +10,12 @@ import argparse
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tests.foreign import driver, page, pool, record
-from tests.foreign.driver import COLUMNS
+from tests.foreign import driver, page, record
 from tests.foreign.fleet import GROUPS, LEFT_OUT, Case, fleet
 
 
@@ -29,8 +28,7 @@ def main() -> int:
     installed = [group for group in GROUPS if _is_installed(group)]
     kept, cases = record.rows(options.record), list(fleet(options.only))
     there = [case for case in cases if case.group in installed]
-    todo = {case: COLUMNS if options.again else record.missing(case, kept) for case in there}
-    todo = {case: ways for case, ways in todo.items() if ways}
+    todo = [case for case in there if options.again or not record.is_there(case, kept)]
     for group in sorted({case.group for case in cases} - set(installed)):
         print(
             f"skipped: {group}, which needs {', '.join(GROUPS[group])}: pip install -c constraints.txt -e '.[foreign]'"
@@ -62,24 +60,21 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_all(todo: Mapping[Case, Sequence[str]], options: argparse.Namespace) -> int:
-    """Run cases in these columns, some at a time, a large one alone; keep each outcome; return how many are bad."""
-    if not todo:
+def run_all(cases: Sequence[Case], options: argparse.Namespace) -> int:
+    """Run the cases, some at a time, a large one alone; keep each outcome; return how many are bad."""
+    if not cases:
         return 0
-    cases = list(todo)
-    ways = {case.key: tuple(dict.fromkeys(("single", *columns))) for case, columns in todo.items()}
     commit = _commit()
     driver.load(sorted({case.group for case in cases}))
-    begun, counts = 0, Counter[str]()
-    for case, found in pool.outcomes(cases, options.workers, options.seconds, ways):
+    begun = bad = 0
+    for case, found in driver.outcomes(cases, options.workers, options.seconds):
         record.keep(case, found, commit, options.record)
-        worst = pool.BAD & set(found["outcomes"].values())
         begun += 1
-        counts["bad" if worst else "good"] += 1
+        bad += bool(driver.BAD & set(found["outcomes"].values()))
         print(f"{case.key}: {_in_words(found)}, {found['seconds']} s ({len(cases) - begun} left)", flush=True)
     if begun < len(cases):
         print(f"not begun in the time: {len(cases) - begun} cases, from {cases[begun].key} on")
-    return counts["bad"]
+    return bad
 
 
 def _in_words(found: dict[str, Any]) -> str:

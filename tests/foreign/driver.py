@@ -11,7 +11,7 @@ import signal
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +20,16 @@ from ddp_core.base.errors import ExitCode
 from ddp_core.record.directory import find_runs
 from tests.foreign.fleet import GROUPS, Case
 from tests.support import processes
+from tests.support.pool import in_processes
 
 Outcome = Literal["identical", "refused", "warned", "SILENT", "FAULT", "HANG", "not tried"]
 """identical: the weights, their average and the optimizer's state of `single`. refused: a line that says why, and exit
 code 2 or 5. warned: other bits, and a warning that said so. SILENT: other bits, and nothing said. FAULT: any other end.
 HANG: none within the time. not tried: `single` ended badly."""
+
+BAD = {"SILENT", "FAULT", "HANG", "not tried"}
+"""Outcomes that are faults of this project, or hide what might be one."""
+_DIED = {"outcomes": {"single": "FAULT"}, "said": {"single": "the process that trains the case has died"}}
 
 SECONDS, SECONDS_LARGE = 150, 600
 """How long one layout may take."""
@@ -68,6 +73,21 @@ class Ended(processes.Ended):
 def load(groups: Sequence[str]) -> None:
     """Load what the cases of these groups need."""
     processes.load([package for group in groups for package in GROUPS[group]])
+
+
+def outcomes(
+    cases: Sequence[Case], workers: int, seconds: float = float("inf"), ways: Mapping[str, Sequence[str]] | None = None
+) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """What `run` finds for each case, some at a time, a large one alone; no case is begun after so many seconds.
+
+    `ways` holds the layouts of a case by its key, where they are not all of them. `load` comes before.
+    """
+
+    def train(case: Case) -> dict[str, Any]:
+        return run(case, (ways or {}).get(case.key, COLUMNS))
+
+    for case, found in in_processes(cases, train, workers, seconds, is_alone=lambda case: case.is_large):
+        yield case, found or {**_DIED, "on": {}, "seconds": 0.0}
 
 
 def run(case: Case, ways: Sequence[str] = COLUMNS) -> dict[str, Any]:

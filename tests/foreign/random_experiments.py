@@ -76,46 +76,29 @@ def _family(draw: random.Random) -> Family:
     dropout, layers = draw.choice((0.0, 0.2)), draw.choice((1, 2))
     cell, first = draw.choice(("RNN", "GRU", "LSTM")), draw.choice((True, False))
     conv = f"nn.Conv2d(3, 6, 3, bias={draw.random() < 0.5}), {filters}, {act}, {drop}, {pool}"
-    return draw.choice(
-        (
-            Family(
-                "mlp", ROWS, f"nn.Sequential(nn.Linear(10, 12), {norm}, {act}, nn.Dropout(0.2), nn.Linear(12, WIDTH))"
-            ),
-            Family(
-                "conv", IMAGES, f"nn.Sequential({conv}, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, WIDTH))"
-            ),
-            Family("attention", WORDS, "Attends()", _ATTENTION.format(more=more, dropout=dropout, first=first)),
-            Family(
-                "recurrent",
-                WORDS,
-                "Reads()",
-                _RECURRENT.format(more=more, cell=cell, layers=layers, dropout=dropout if layers > 1 else 0.0),
-            ),
-        )
+    mlp = f"nn.Sequential(nn.Linear(10, 12), {norm}, {act}, nn.Dropout(0.2), nn.Linear(12, WIDTH))"
+    images = f"nn.Sequential({conv}, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, WIDTH))"
+    attends = _ATTENTION.format(more=more, dropout=dropout, first=first)
+    reads = _RECURRENT.format(more=more, cell=cell, layers=layers, dropout=dropout if layers > 1 else 0.0)
+    families = (
+        Family("mlp", ROWS, mlp),
+        Family("conv", IMAGES, images),
+        Family("attention", WORDS, "Attends()", attends),
+        Family("recurrent", WORDS, "Reads()", reads),
     )
+    return draw.choice(families)
 
 
 _CALLED = "hidden = {}(hidden)"
-_FREEZES = """
-class Freezes(Callback):
-    ranks = "all"
-
-    def on_step(self, moment):
-        if moment.step == 2:
-            moment.model.middle.requires_grad_({})
-
-
-callbacks = [Freezes()]
-"""
-_ANNEALS = """
-class Anneals(Callback):
+_ACTS = """
+class Acts(Callback):
     ranks = "all"
 
     def on_step(self, moment):
         {}
 
 
-callbacks = [Anneals()]
+callbacks = [Acts()]
 """
 _COUNTS = """
 class Counts(Callback):
@@ -239,19 +222,23 @@ HABITS: tuple[Habit, ...] = (
     ),
     Habit("a function with its own backward", hidden="hidden = Rounded.apply(hidden)", functions=_ROUNDED),
     Habit("sorted by the micro-batch", hidden="hidden = hidden[hidden.detach().float().sum(1).argsort().argsort()]"),
-    Habit("freezing", callback=_FREEZES.format(False)),
-    Habit("unfreezing", "self.middle.requires_grad_(False)", callback=_FREEZES.format(True)),
+    Habit("freezing", callback=_ACTS.format("moment.model.middle.requires_grad_(moment.step < 2)")),
+    Habit(
+        "unfreezing",
+        "self.middle.requires_grad_(False)",
+        callback=_ACTS.format("moment.model.middle.requires_grad_(moment.step > 1)"),
+    ),
     Habit(
         "annealing an attribute",
         "self.temperature = 1.0",
         hidden="hidden = hidden * self.temperature",
-        callback=_ANNEALS.format("moment.model.temperature = 1 / (1 + moment.step)"),
+        callback=_ACTS.format("moment.model.temperature = 1 / (1 + moment.step)"),
     ),
     Habit(
         "annealing dropout",
         "self.drop = nn.Dropout(0.5)",
         hidden=_CALLED.format("self.drop"),
-        callback=_ANNEALS.format("moment.model.drop.p = 0.5 / (1 + moment.step)"),
+        callback=_ACTS.format("moment.model.drop.p = 0.5 / (1 + moment.step)"),
     ),
     Habit("counting", callback=_COUNTS),
 )
@@ -353,14 +340,14 @@ def experiment_of(seed: int) -> str:
     habits = _habits(draw, family)
     is_checkpointed, is_named = draw.random() < 0.15, draw.random() < 0.2
     title = ", ".join([family.name, *(each.name for each in habits), *(["checkpointed"] if is_checkpointed else [])])
-    own, settings = _around(draw, family, habits)
+    own, samples, settings = _around(draw, family, habits)
     parts = [
         f'"""Does experiment {seed} of the random ones end with the same bits on every layout?\n\n{title}.\n"""',
         "import random\n\nimport numpy as np\nimport torch\nfrom torch import nn\nfrom torch.nn import functional\n"
         "from torch.optim import lr_scheduler\nfrom torch.utils.checkpoint import checkpoint\n\n"
         "from ddp_core import Callback, Component, Experiment, Splits\n"
         "from ddp_core.config.experiment import DdpOptions, Optimizer, Schedule",
-        f"WIDTH, CLASSES, SAMPLES, WORDS, LENGTH = {WIDTH}, {CLASSES}, {settings.samples}, 20, 6",
+        f"WIDTH, CLASSES, SAMPLES, WORDS, LENGTH = {WIDTH}, {CLASSES}, {samples}, 20, 6",
         *(each.functions for each in habits),
         family.classes,
         _model(family, habits, is_checkpointed),
@@ -368,7 +355,7 @@ def experiment_of(seed: int) -> str:
         _data(draw, family, is_named),
         *own,
         *(each.callback for each in habits),
-        f"experiment = Experiment(\n{textwrap.indent(settings.text, '    ')}\n)",
+        f"experiment = Experiment(\n{textwrap.indent(settings, '    ')}\n)",
         "_ = (random, np, functional, lr_scheduler, checkpoint, Callback, Component, DdpOptions, Optimizer, Schedule)",
     ]
     return "\n\n\n".join(part.strip("\n") for part in parts if part) + "\n"
@@ -439,14 +426,8 @@ def _data(draw: random.Random, family: Family, is_named: bool) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class _Settings:
-    samples: int
-    text: str
-
-
-def _around(draw: random.Random, family: Family, habits: Sequence[Habit]) -> tuple[list[str], _Settings]:
-    """The file's own loss, optimizer and schedule, where it has them, and the settings."""
+def _around(draw: random.Random, family: Family, habits: Sequence[Habit]) -> tuple[list[str], int, str]:
+    """The file's own loss, optimizer and schedule, where it has them, the number of samples, and the settings."""
     own: list[str] = []
     micro = draw.choice((2, 3, 4))
     size = micro * draw.choice((3, 4, 5))
@@ -478,4 +459,4 @@ def _around(draw: random.Random, family: Family, habits: Sequence[Habit]) -> tup
     if family.inputs == IMAGES and draw.random() < 0.5:
         lines.append('memory_format="channels_last"')
     lines += dict.fromkeys(setting for each in habits for setting in each.settings)
-    return own, _Settings(size * draw.choice((1, 2)) + rest, "\n".join(f"{each}," for each in lines))
+    return own, size * draw.choice((1, 2)) + rest, "\n".join(f"{each}," for each in lines)

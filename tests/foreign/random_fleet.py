@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import record
-from tests.foreign import driver, pool
+from tests.foreign import driver
 from tests.foreign.fleet import Case
 from tests.foreign.random_experiments import write
 
@@ -36,8 +36,8 @@ def main() -> int:
     print(f"{len(cases)} random experiments, seeds {options.seeds.start}:{options.seeds.stop}", flush=True)
     rows: list[dict[str, Any]] = []
     driver.load([])
-    for case, found in pool.outcomes(cases, options.workers, options.seconds, ways):
-        rows.append({"seed": int(case.name), "is": title(Path(case.file)), **found})
+    for case, found in driver.outcomes(cases, options.workers, options.seconds, ways):
+        rows.append({"seed": int(case.name), "is": Path(case.file).read_text().splitlines()[2], **found})
         record("random", sys.orig_argv[1:], summary(rows), folder / "random.json")
         if is_bad(found):
             print(in_one_line(case, found), flush=True)
@@ -82,14 +82,9 @@ def ways_of(seed: int) -> list[str]:
     return ["single", *random.Random(f"layouts {seed}").sample(others, 2)]
 
 
-def title(file: Path) -> str:
-    """What the experiment is made of, as its file says."""
-    return file.read_text().splitlines()[2]
-
-
 def is_bad(found: Mapping[str, Any]) -> bool:
     """Whether a layout ended neither with the bits of one process nor with a word."""
-    return bool(pool.BAD & set(found["outcomes"].values()))
+    return bool(driver.BAD & set(found["outcomes"].values()))
 
 
 def in_one_line(case: Case, found: Mapping[str, Any]) -> str:

@@ -31,29 +31,16 @@ def versions(group: str) -> dict[str, str]:
     return {package: metadata.version(package) for package in ("torch", *GROUPS[group])}
 
 
-def missing(case: Case, known: Mapping[str, Row]) -> tuple[str, ...]:
-    """The columns that the case has not run in with the versions that are installed."""
+def is_there(case: Case, known: Mapping[str, Row]) -> bool:
+    """Whether the case has run in every column with the versions that are installed."""
     row = known.get(case.key)
-    if row is None or row["versions"] != versions(case.group):
-        return COLUMNS
-    return tuple(way for way in COLUMNS if way not in row["outcomes"])
+    return row is not None and row["versions"] == versions(case.group) and row["outcomes"].keys() >= {*COLUMNS}
 
 
 def keep(case: Case, found: Mapping[str, Any], commit: str, kept: Path = KEPT) -> None:
     """Put what `driver.run` has found into the case's row, in the place of what is older."""
     known, date = rows(kept), datetime.now(UTC).strftime("%Y-%m-%d")
-    row: Row = {"case": case.key, **found, "versions": versions(case.group), "commit": commit, "date": date}
-    older = known.get(case.key)
-    if older is not None and older["versions"] == row["versions"]:
-        together = older["outcomes"] | row["outcomes"]
-        row["outcomes"] = {way: together[way] for way in COLUMNS if way in together}
-        row["said"] = {way: said for way, said in older["said"].items() if way not in found["outcomes"]} | row["said"]
-        row["on"] = older["on"] | row["on"]
-        if len(found["outcomes"]) < len(row["outcomes"]):
-            row["seconds"] = round(older["seconds"] + row["seconds"], 1)
-            row["commit"] = ", ".join(dict.fromkeys([*older["commit"].split(", "), commit]))
-    known[case.key] = row
-    place = {each.key: number for number, each in enumerate(every_case())}
-    ordered = sorted((row for row in known.values() if row["case"] in place), key=lambda row: place[row["case"]])
+    known[case.key] = {"case": case.key, **found, "versions": versions(case.group), "commit": commit, "date": date}
+    ordered = [known[each.key] for each in every_case() if each.key in known]
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in ordered)
     replace_file(kept, f"[\n{lines}\n]\n")

@@ -59,10 +59,7 @@ def test_a_strict_guard_refuses_nothing_that_is_identical() -> None:
 )
 def test_only_the_same_bits_are_identical(ended: Ended, outcome: str) -> None:
     assert judge(ended, ALONE) == outcome
-
-
-def test_what_trains_although_one_process_refuses_it_is_silent() -> None:
-    assert judge(ALONE, Ended(ExitCode.BAD_INPUT, "error: no")) == "SILENT"
+    assert judge(ALONE, Ended(ExitCode.BAD_INPUT, "error: no")) == "SILENT", "one process refuses it"
 
 
 @pytest.mark.extras("pytorch_optimizer")

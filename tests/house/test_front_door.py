@@ -28,29 +28,28 @@ def exported(module: str) -> list[str]:
     raise LookupError(f"{module} has no __all__")
 
 
-def loaded_by(statement: str) -> set[str]:
-    """The modules that a new interpreter has loaded after the statement."""
-    return set(python("-c", f"import sys; {statement}; print(*sys.modules)")[0].split())
+HEAVY = {"torch", "numpy"}
+OTHERS = {"sklearn", "matplotlib", "tensorboard", "torchvision", "pydantic"}
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
-    found = loaded_by("import ddp_core")
-    assert {name for name in found if name.startswith("ddp_core")} == {"ddp_core"}
-    assert not found & {"torch", "numpy", "pydantic"}
-
-
-def test_words_of_experiments_and_train_load_no_torch() -> None:
-    found = loaded_by("from ddp_core import Callback, Component, Experiment, Optimizer, Run, Schedule, train")
-    assert not found & {"torch", "numpy"}
-
-
-@pytest.mark.full
-def test_the_sampler_loads_no_trainer() -> None:
-    found = loaded_by("from ddp_core import ElasticSampler")
-    assert "ddp_core.sampler" in found
-    rooms = {name for name in found if name.startswith("ddp_core.") and name.count(".") == 1}
-    assert rooms <= {"ddp_core.sampler", "ddp_core.base"}
-    assert not found & {"sklearn", "matplotlib", "tensorboard", "torchvision", "pydantic"}
+@pytest.mark.parametrize(
+    ("statement", "without"),
+    [
+        ("import ddp_core", {*HEAVY, *OTHERS, "ddp_core.base", "ddp_core.config"}),
+        ("from ddp_core import Callback, Component, Experiment, Optimizer, Run, Schedule, train", HEAVY),
+        ("import ddp_core.cli, ddp_core.config.experiment, ddp_core.config.layout, ddp_core.distributed.world", HEAVY),
+        pytest.param(
+            "from ddp_core import ElasticSampler",
+            OTHERS
+            | {f"ddp_core.{room}" for room in ("config", "trainers", "experiment", "data", "distributed", "run")},
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_an_import_loads_nothing_that_it_does_not_need(statement: str, without: set[str]) -> None:
+    found = set(python("-c", f"import sys; {statement}; print(*sys.modules)")[0].split())
+    assert "ddp_core" in found
+    assert not found & without
 
 
 def test_every_name_is_there_and_is_what_type_checkers_are_told() -> None:

@@ -133,13 +133,6 @@ def test_the_core_knows_no_experiment_no_docker_and_no_report() -> None:
         assert not tops & others, module
 
 
-@pytest.mark.parametrize(
-    "module", ["ddp_core.cli", "ddp_core.config.experiment", "ddp_core.config.layout", "ddp_core.distributed.world"]
-)
-def test_floor_zero_and_the_command_import_no_torch(module: str) -> None:
-    assert python("-c", f"import sys, {module}; print('torch' in sys.modules)")[0] == "False\n"
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("words", [["--help"], ["list"], ["train", "--help"]], ids=" ".join)
 def test_help_and_list_answer_without_torch_and_soon(words: list[str]) -> None:

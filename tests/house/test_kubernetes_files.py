@@ -72,32 +72,6 @@ def test_exit_codes_mean_what_their_page_says(name: str) -> None:
     }
 
 
-def values(part: Any, key: str) -> list[str]:
-    """All values of this key, however deep they stand."""
-    if isinstance(part, list):
-        return [value for item in part for value in values(item, key)]
-    if not isinstance(part, dict):
-        return []
-    here = part.get(key, [])
-    return [*(here if isinstance(here, list) else [here]), *(v for item in part.values() for v in values(item, key))]
-
-
-ENUMERATIONS = {
-    **{"restartPolicy": {"Never"}, "completionMode": {"Indexed"}, "imagePullPolicy": {"IfNotPresent"}},
-    **{"fsGroupChangePolicy": {"OnRootMismatch"}, "medium": {"Memory"}, "effect": {"NoExecute"}, "clusterIP": {"None"}},
-    **{"accessModes": {"ReadWriteMany", "ReadWriteOnce"}, "policyTypes": {"Ingress", "Egress"}},
-    "protocol": {"TCP", "UDP"},
-}
-"""Words that Kubernetes' schemas call mere strings, and of which Kubernetes itself takes a few only."""
-
-
-@each_file
-def test_words_of_which_kubernetes_knows_a_few_are_among_them(name: str) -> None:
-    found = documents(name)
-    for key, known in ENUMERATIONS.items():
-        assert set(values(found, key)) <= known, key
-
-
 @each_job
 def test_only_pods_of_the_job_reach_each_other(name: str) -> None:
     label = "batch.kubernetes.io/job-name" if name in ("job", "job-gpu") else "jobset.sigs.k8s.io/jobset-name"
@@ -128,10 +102,6 @@ def test_pods_find_the_first_one_and_agree_on_an_id(name: str) -> None:
         first = "node-0-0" if name == "jobset" else "0"
         host = f"{job_name(name)}-{first}.{job_name(name)}"
         assert (variables["PET_NNODES"], variables["PET_MASTER_ADDR"]) == ("2", host)
-
-
-def test_several_pods_write_to_a_claim_that_all_machines_can_write_to() -> None:
-    assert {name: values(documents(name), "accessModes") for name in JOBS} == {name: ["ReadWriteMany"] for name in JOBS}
 
 
 def validate(document: dict[str, Any]) -> int:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from ddp_core.numerics.limits import portable_refused_by
 from tests.support.commands import Ended, command
 
 # torch is not there either, since it would not believe that this is Windows.
@@ -27,12 +24,6 @@ def test_a_name_that_windows_cannot_load_says_why() -> None:
     ended = on_windows("from ddp_core import Run")
     assert ended.errors.splitlines()[-1].startswith("ImportError: ddp does not run on Windows itself")
     assert "fcntl" not in ended.errors
-
-
-@pytest.mark.parametrize("machine", ["aarch64", "arm64"])
-def test_portable_numerics_are_refused_on_arm_with_the_reason(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: machine)
-    assert portable_refused_by() == f"it is for x86-64 CPUs, and this machine is {machine}"
 
 
 def test_without_torch_one_line_says_that_its_build_is_the_users_to_choose() -> None:

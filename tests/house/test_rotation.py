@@ -46,6 +46,9 @@ def test_a_test_that_passes_has_the_day_and_one_that_fails_keeps_the_last(projec
     assert days == {"test_broken": "2026-01-01", "test_first": TODAY, "test_second": TODAY}
     assert "3 slow tests, 0 without a day" in output
     assert "has not passed since 2026-01-01: test_it.py::test_broken" in output
+    # One that is overdue fails the session, too.
+    known = {"test_first": TODAY, "test_second": LONG_AGO}
+    assert rotate(project, known, "--rotation-seconds", "-1")[0] == 1
 
 
 def test_what_has_not_run_for_longest_comes_first_and_none_begins_after_the_time(project: Path) -> None:
@@ -54,10 +57,3 @@ def test_what_has_not_run_for_longest_comes_first_and_none_begins_after_the_time
     code, _, days = rotate(project, known, "--rotation-seconds", "1", begun="2026-01-01")
     assert days == known | {"test_first": TODAY}
     assert code == 0
-
-
-def test_an_overdue_test_fails_the_session_and_is_named(project: Path) -> None:
-    known = {"test_first": TODAY, "test_second": LONG_AGO}
-    code, output, _ = rotate(project, known, "--rotation-seconds", "-1")
-    assert code == 1
-    assert f"has not passed since {LONG_AGO}: test_it.py::test_second" in output

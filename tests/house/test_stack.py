@@ -33,15 +33,6 @@ def test_service_is_confined(service: dict[str, Any]) -> None:
     assert "docker.sock" not in str(service["volumes"])
 
 
-def test_the_network_is_internal_and_encrypted_and_nodes_have_room_and_time() -> None:
-    options = {"driver": "overlay", "internal": True, "driver_opts": {"encrypted": "true"}}
-    assert STACK["networks"] == {"private": options}
-    compose = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["node"]
-    assert SERVICES["node"]["stop_grace_period"] == compose["stop_grace_period"]
-    assert {"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": 2**30}} in SERVICES["node"]["volumes"]
-    assert SERVICES["node"]["deploy"]["restart_policy"]["condition"] == "on-failure"
-
-
 def config(*files: str) -> subprocess.CompletedProcess[str]:
     """What docker makes of the files; skips the test where there is no docker command."""
     if shutil.which("docker") is None:

@@ -50,42 +50,44 @@ def write_lit(folder: Path) -> None:
     writer.merge()
 
 
-def require_one_digest(folder: Path, name: str, text: str, write: Callable[[Path], None]) -> None:
-    import_torchvision()  # these libraries do, where it is installed
-    (folder / "data").mkdir()
-    write(folder / "data" / {"hf": "arrow"}.get(name, name))
-    file = folder / f"{name}.py"
-    file.write_text(text)
-    words = (file, "--data-dir", folder / "data")
-    alone = train(folder / "alone", *words)
-    assert alone["data"]["digest_of"].endswith(("files", "file"))
-    two = train(folder / "two", *words, "--workers", "1", ranks=2)
-    assert (two["weights_sha256"], two["data_sha256"]) == (alone["weights_sha256"], alone["data_sha256"])
-
-
-@pytest.mark.extras("datasets")
-def test_a_data_set_of_hugging_face_ends_with_one_digest_and_as_a_stream_is_refused(tmp_path: Path) -> None:
-    require_one_digest(tmp_path, "hf", HUGGING_FACE, write_arrow)
+def a_stream_of_arrow(folder: Path) -> object:
     from datasets import load_from_disk
 
-    stream = load_from_disk(tmp_path / "data" / "arrow")["train"].to_iterable_dataset()
-    with pytest.raises(UserError, match=r"a stream: .*ask its library by index"):
-        as_splits(stream, "data")
+    return load_from_disk(folder)["train"].to_iterable_dataset()
 
 
-@pytest.mark.extras("streaming")
-def test_mds_shards_end_with_one_digest_and_as_a_stream_are_refused(tmp_path: Path) -> None:
-    require_one_digest(tmp_path, "mds", MDS, write_mds)
+def a_stream_of_mds(folder: Path) -> object:
     from streaming import StreamingDataset
 
-    with pytest.raises(UserError, match=r"a stream: .*ask its library by index"):
-        as_splits(StreamingDataset(local=str(tmp_path / "data" / "mds"), batch_size=1), "data")
+    return StreamingDataset(local=str(folder), batch_size=1)
 
 
-@pytest.mark.extras("litdata")
-def test_chunks_of_litdata_end_with_one_digest_and_as_a_stream_are_refused(tmp_path: Path) -> None:
-    require_one_digest(tmp_path, "lit", LIT, write_lit)
+def a_stream_of_lit(folder: Path) -> object:
     from litdata import StreamingDataset
 
+    return StreamingDataset(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("place", "text", "write", "stream"),
+    [
+        pytest.param("arrow", HUGGING_FACE, write_arrow, a_stream_of_arrow, marks=pytest.mark.extras("datasets")),
+        pytest.param("mds", MDS, write_mds, a_stream_of_mds, marks=pytest.mark.extras("streaming")),
+        pytest.param("lit", LIT, write_lit, a_stream_of_lit, marks=pytest.mark.extras("litdata")),
+    ],
+)
+def test_a_data_set_ends_with_one_digest_and_as_a_stream_is_refused(
+    place: str, text: str, write: Callable[[Path], None], stream: Callable[[Path], object], tmp_path: Path
+) -> None:
+    import_torchvision()  # these libraries do, where it is installed
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / place)
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    words = (file, "--data-dir", tmp_path / "data")
+    alone = train(tmp_path / "alone", *words)
+    assert alone["data"]["digest_of"].endswith(("files", "file"))
+    two = train(tmp_path / "two", *words, "--workers", "1", ranks=2)
+    assert (two["weights_sha256"], two["data_sha256"]) == (alone["weights_sha256"], alone["data_sha256"])
     with pytest.raises(UserError, match=r"a stream: .*ask its library by index"):
-        as_splits(StreamingDataset(str(tmp_path / "data" / "lit")), "data")
+        as_splits(stream(tmp_path / "data" / place), "data")

@@ -167,11 +167,9 @@ def test_a_new_rank_0_may_be_the_first_to_tell_of_the_step_that_it_goes_on_from(
 
 def test_a_stale_writer_shows_in_the_metrics(tmp_path: Path, undisturbed: Path) -> None:
     run = make_run(tmp_path / "stale")
-    assert two_writers(run) is None
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "step", "step": 4, "time": 99}) + "\n")
     report = judged(run, undisturbed)
-    assert two_writers(run) == (4, 4)
     assert report.exit_code != 0
     assert "two writers" in table(report)
 

@@ -13,17 +13,10 @@ from ddp_lab.claims.framework import statistics, suite
 from ddp_lab.claims.framework.document import pages
 from ddp_lab.claims.framework.provenance import doubt
 from ddp_lab.claims.framework.statistics import allowing, holm
+from tests.lab.claims.measurements import CLAIMS, PUBLISHED, published
 
 ROOT = Path(__file__).parents[3]
-PUBLISHED = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "reference"
-CLAIMS = {known.claim.id: known for known in suite.known_claims()}
-
-
-def published(number: str) -> dict[str, Any]:
-    content = suite.read(PUBLISHED / "claims" / f"{number}.json")
-    assert content is not None, f"{number} is not published: measure all with ddp claims --full, and copy its file"
-    return content
 
 
 @pytest.mark.parametrize("number", CLAIMS)

@@ -21,7 +21,7 @@ from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import FAMILY, ratio_interval
 from ddp_lab.records import COUNT, Axis, Figure, Line, Part, Series
 from ddp_lab.report.reading.claims import read_findings
-from tests.lab.claims.changes import judged
+from tests.lab.claims.measurements import judged
 
 
 def made_up(measure: Any) -> KnownClaim:
@@ -244,7 +244,7 @@ def test_the_family_is_what_the_claims_declare() -> None:
     claims = suite.known_claims()
     assert sum(known.claim.tests for known in claims) == FAMILY
     for known in claims:
-        figures = judged(known.claim.id.lower()).figures
+        figures = judged(known.claim.id).figures
         tests = [figure for figure in figures if figure.p is not None]
         assert len(tests) <= known.claim.tests, known.claim.id
         assert all(not figure.stand_in for figure in tests), known.claim.id

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,24 +71,3 @@ def test_trainings_on_unlike_cpus_agree_and_are_on_the_page() -> None:
     other = kept[0] | {"cpu": "another", "weights_sha256": "d" * 64}
     (line,) = portable_runs.differences([*kept, other])
     assert f"{'d' * 12} on another" in line
-
-
-@pytest.mark.usefixtures("found")
-def test_a_record_becomes_a_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept, page, new = tmp_path / "seen.json", tmp_path / "seen.md", tmp_path / "new.json"
-    kept.write_text("[]")
-    page.write_text(f"before\n{machines_seen.BEGIN}\n{machines_seen.END}\nafter\n")
-    monkeypatch.setattr(machines_seen, "KEPT", kept)
-    monkeypatch.setattr(machines_seen, "PAGE", page)
-    new.write_text(json.dumps(shared(capsys)))
-    monkeypatch.setattr("sys.argv", ["machines_seen", str(new), str(new)])
-    assert machines_seen.main() == 0
-    text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert text.count("| 3 of 3 | none |") == 1
-    new.write_text("{}")
-    assert machines_seen.main() == 2
-    assert "is no record" in capsys.readouterr().err

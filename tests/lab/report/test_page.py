@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -23,53 +22,13 @@ from tests.lab.report.files import ddp, single, write_claim, write_everything, w
 from tests.support.processes import HANG
 from tests.support.records import an_attempt
 
-_LOADING = {
-    *("src", "href", "xlink:href", "srcset", "data", "action", "poster", "formaction", "background", "cite", "ping"),
-}
-_INSIDE = ("#", "data:")
+_LOADING = r"(?:src|(?:xlink:)?href|srcset|data|action|poster|formaction|background|cite|ping)"
 
 
-class _Elements(HTMLParser):
-    """Collects what a page would load, its names and links, and its tables."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outside: list[str] = []
-        self.ids: list[str] = []
-        self.anchors: list[str] = []
-        self.tags: dict[str, int] = {}
-        self._styles = False
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] = self.tags.get(tag, 0) + 1
-        self._styles = tag == "style"
-        for name, value in attributes:
-            if name in _LOADING and not (value or "").startswith(_INSIDE):
-                self.outside.append(f"{tag} {name}={value}")
-            if name in ("style", "fill", "stroke", "clip-path", "mask", "filter"):
-                self._check_css(value or "")
-            if name == "id":
-                self.ids.append(value or "")
-            if name == "href" and (value or "").startswith("#"):
-                self.anchors.append((value or "")[1:])
-
-    def handle_data(self, data: str) -> None:
-        if self._styles:
-            self._check_css(data)
-
-    def handle_endtag(self, tag: str) -> None:
-        self._styles = False
-
-    def _check_css(self, text: str) -> None:
-        targets = re.findall(r"url\(\s*['\"]?([^'\")]*)", text)
-        self.outside += [target for target in targets if not target.startswith(_INSIDE)]
-        self.outside += re.findall(r"@import[^;]*", text)
-
-
-def parsed(text: str) -> _Elements:
-    elements = _Elements()
-    elements.feed(text)
-    return elements
+def loaded(page: str) -> list[str]:
+    """What the page would load from elsewhere than itself, by attributes or by styles."""
+    by_attributes = re.findall(rf'\s{_LOADING}\s*=\s*["\']?(?!["\']?(?:#|data:))[^"\'>]*', page)
+    return by_attributes + re.findall(r"url\(\s*['\"]?(?!['\"]?(?:#|data:))[^)]*|@import[^;]*", page)
 
 
 @pytest.fixture(scope="module")
@@ -86,17 +45,19 @@ def page(folder: Path) -> str:
 
 
 def test_nothing_is_loaded_from_outside(page: str) -> None:
-    elements = parsed(page)
-    assert elements.outside == []
-    assert not {"iframe", "object", "embed", "base"} & set(elements.tags)
+    for one in ('<img src="x.png">', "<a href=x>", "url(x.png)", "@import x;", "<image xlink:href='//x'>"):
+        assert loaded(one), one
+    assert loaded(page) == []
+    assert not {"iframe", "object", "embed", "base"} & {*re.findall(r"<(\w+)", page)}
     assert re.search(r"\b(fetch|XMLHttpRequest|WebSocket|EventSource|import)\s*\(", page) is None
     assert "default-src 'none'" in page
 
 
 def test_names_are_unique_and_links_lead_somewhere(page: str) -> None:
-    elements = parsed(page)
-    assert sorted(set(elements.ids)) == sorted(elements.ids)
-    assert set(elements.anchors) <= set(elements.ids)
+    names, links = (re.findall(rf'\s{attribute}([^"]*)"', page) for attribute in ('id="', 'href="#'))
+    assert links
+    assert sorted({*names}) == sorted(names)
+    assert {*links} <= {*names}
 
 
 def test_every_state_is_told(page: str) -> None:
@@ -106,7 +67,7 @@ def test_every_state_is_told(page: str) -> None:
     assert "Traceback: &lt;b&gt;bad&lt;/b&gt; &amp; worse" in page
     assert "identical on 3 layouts" in page
     assert "1.76× [1.70, 1.82]" in page  # noqa: RUF001
-    assert '<p lang="zh">DP 比 DDP 慢。</p>' in page
+    assert '<p lang="zh">因此' in page
 
 
 def test_markup_in_names_stays_text(tmp_path: Path) -> None:
@@ -121,7 +82,7 @@ def test_markup_in_names_stays_text(tmp_path: Path) -> None:
     }
     write_claim(tmp_path, title=evil, claim=evil, original=evil, reason=evil, series=[series, {"title": "$x^2_{$"}])
     write_report(tmp_path, tmp_path / "report")
-    assert parsed((tmp_path / "report" / "index.html").read_text()).tags["script"] == 1
+    assert (tmp_path / "report" / "index.html").read_text().count("<script") == 1
 
 
 @pytest.mark.slow

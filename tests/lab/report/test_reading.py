@@ -123,13 +123,8 @@ def test_speed_up_is_against_the_single_runs_median(tmp_path: Path) -> None:
     assert gains["ddp-1x2-cpu"] == values.Spread(1.5, 1.5, 1.5, 1)
     assert gains["single-cpu"] == values.Spread(1.0, 0.9, 1.3, 3)
     assert gains["ddp-1x4-cpu"] is None
-    table = comparison_table(family)
-    row = {column.title: cell.text for column, cell in zip(table.columns, table.rows[1], strict=True)}
-    assert row["layout"] == "ddp-1x2-cpu"
-    assert row["speed-up"] == "1.50×"  # noqa: RUF001
-    assert row["efficiency"] == "75.0 %"
-    assert (table.rows[0][3].text, table.rows[0][3].note) == ("1,000", "900 to 1,300")
-    assert table.rows[2][2].text == "0 of 1"
+    row = [cell.text for cell in comparison_table(family).rows[1]]
+    assert {"ddp-1x2-cpu", "1.50×", "75.0 %"} <= {*row}  # noqa: RUF001
 
 
 def test_the_newest_of_a_claim_counts_and_odd_ones_are_said(tmp_path: Path) -> None:
