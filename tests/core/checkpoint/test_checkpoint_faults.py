@@ -338,7 +338,7 @@ def test_a_malicious_pickle_with_a_valid_manifest_is_refused_not_run(tmp_path: P
 def test_rubbish_with_a_valid_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
     [checkpoint] = _save(tmp_path, 10)
     checkpoint.path.write_bytes(content)
-    with pytest.raises(UserError, match="^(?!.*weights_only).*refused[^\n]*$") as caught:
+    with pytest.raises(UserError, match=r"^(?!.*weights_only).*refused[^\n]*$") as caught:
         load(_commit(checkpoint))
     assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
 
