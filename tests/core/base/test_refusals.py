@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ddp_core.base.errors import ExitCode
 from ddp_core.base.refusals import free_bytes, human_bytes, is_lack, refusal, refused, require_open_files
 from ddp_core.base.user_code import user_code
 from tests.support.mounts import tmpfs

@@ -96,6 +96,7 @@ def test_micro_batches_count_by_their_weights() -> None:
     statistics.finish(taken[0] + taken[1])
     mean = (5 * rows(0).mean(0) + 3 * rows(1).mean(0)) / 8
     torch.testing.assert_close(layer.running_mean, 0.1 * mean)
+    assert int(layer.num_batches_tracked) == 1
 
 
 class Foreign(nn.BatchNorm1d):

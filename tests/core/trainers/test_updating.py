@@ -24,12 +24,9 @@ from ddp_core.trainers.train_state import TrainState
 STEPS = 12
 Make = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
 SCHEDULES: dict[str, Make] = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 4),
     "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=STEPS),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3),
     "SWALR": lambda o: swa_utils.SWALR(o, 0.05, 4),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.1, total_iters=4), lr_scheduler.CosineAnnealingLR(o, 6)], [6]
