@@ -78,7 +78,6 @@ def test_a_real_training_state_comes_back_as_it_was(tmp_path: Path, asynchronous
     with Checkpointer(tmp_path, asynchronous=asynchronous) as checkpointer:
         checkpointer.save(state, step=7, epoch=1, metadata={"experiment": "abc", "layout": [2, 1]}, metric=0.5)
     checkpoint = newest_valid(tmp_path)
-    assert checkpoint is not None
     assert checkpoint == checkpointer.last
     assert (checkpoint.step, checkpoint.epoch, checkpoint.metric) == (7, 1, 0.5)
     assert checkpoint.metadata == {"experiment": "abc", "layout": [2, 1]}
@@ -238,7 +237,6 @@ def test_the_last_ones_the_best_one_and_every_nth_stay(tmp_path: Path) -> None:
     assert _steps(tmp_path) == [120, 110, 80, 60, 50, 40]
     assert len(list(tmp_path.glob("*.pt"))) == 6, "data went with its manifest"
     best = best_checkpoint(tmp_path)
-    assert best is not None
     assert best.step == 50
     # The next process keeps the best checkpoint of the process before.
     with Checkpointer(tmp_path, keep_last=1, keep_every=60) as checkpointer:
@@ -264,7 +262,6 @@ def test_nothing_is_found_where_nothing_was_saved(tmp_path: Path) -> None:
 def test_another_process_can_be_told_which_checkpoint(tmp_path: Path) -> None:
     Checkpointer(tmp_path).save(state_of(3), step=3, epoch=0)
     chosen = newest_valid(tmp_path)
-    assert chosen is not None
     for path in (chosen.path, chosen.manifest):
         assert read_checkpoint(path, sha256=chosen.sha256) == chosen
         with refusing():
@@ -450,7 +447,6 @@ def test_a_manifest_with_other_types_counts_as_damaged(tmp_path: Path, fields: d
         path.write_text(text)
         lines: list[str] = []
         found = newest_valid(tmp_path, lines.append)
-        assert found is not None
         assert (found.step, len(lines)) == (1, 2)
         assert "checkpoint step-000000002 is damaged" in lines[0]
 

@@ -62,7 +62,6 @@ def _save(directory: Path, *steps: int) -> list[Checkpoint]:
 
 def _is_whole(checkpoint: Checkpoint | None) -> bool:
     """Whether a checkpoint loads, and every number in it belongs to its step."""
-    assert checkpoint is not None
     state, expected = load(checkpoint), state_of(checkpoint.step)
     return bool(
         state["step"] == checkpoint.step
@@ -128,7 +127,6 @@ def test_many_kills_at_random_times_lose_no_committed_checkpoint(tmp_path: Path,
         newest = newest_valid(tmp_path)
         sweep(tmp_path)
         assert _leftovers(tmp_path) == set()
-        assert newest is not None
         assert newest.step >= seen, "a committed checkpoint was lost"
         assert _is_whole(newest)
         seen = newest.step
@@ -162,7 +160,6 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path:
     DAMAGES[damage](_save(tmp_path, 10, 20)[0])
     lines: list[str] = []
     newest = newest_valid(tmp_path, lines.append)
-    assert newest is not None
     assert newest.step == 10
     assert _is_whole(newest)
     assert [line.startswith("warning:") for line in lines] == [True, True]
@@ -171,13 +168,8 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path:
     with pytest.raises(UserError, match="no usable checkpoint at") as caught:
         read_checkpoint(tmp_path / "step-000000020.json")
     assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(tmp_path: Path, damage: str) -> None:
-    DAMAGES[damage](_save(tmp_path, 10, 20, 30)[0])
     Checkpointer(tmp_path, keep_last=2).save(state_of(40), step=40, epoch=0)
-    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [40, 20]
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [40, 10], "it is none of the two kept"
     assert _leftovers(tmp_path) == set()
 
 
@@ -196,7 +188,6 @@ def test_a_removal_that_is_cut_short_leaves_only_what_is_swept(tmp_path: Path) -
 def test_a_lost_manifest_makes_the_data_a_leftover(tmp_path: Path) -> None:
     _save(tmp_path, 10, 20)[0].manifest.unlink()
     newest = newest_valid(tmp_path)
-    assert newest is not None
     assert newest.step == 10
     assert [path.name for path in sweep(tmp_path)] == ["step-000000020.pt"]
 

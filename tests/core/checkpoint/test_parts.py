@@ -398,7 +398,6 @@ def test_a_kill_of_either_rank_at_any_point_leaves_the_newest_complete_checkpoin
         was_over = (victim, point) == (1, "parts reported") or point == "outcome told"
         assert codes == [6] or (was_over and codes == [0]), point
         newest = newest_valid(directory)
-        assert newest is not None
         committed = points.index(point) >= points.index("parts reported" if victim == 1 else "manifest renamed")
         assert newest.step == (30 if committed else 20), point
         assert is_whole(newest), point

@@ -98,7 +98,6 @@ def test_shapes_and_strides_are_torchs() -> None:
 def test_the_derivative_comes_from_the_exact_root() -> None:
     values = torch.from_numpy(np.random.default_rng(1).random(COUNT, dtype=np.float32)).requires_grad_()
     torch.sqrt(values).sum().backward()
-    assert values.grad is not None
     assert same_bits(values.grad, np.float32(1) / (np.float32(2) * roots(values.detach().numpy())))
 
 

@@ -52,7 +52,6 @@ def test_how_many_blocks_are_added_at_once_changes_no_bit(at_once: int, monkeypa
 def test_squares_of_large_numbers_do_not_overflow_and_nan_is_seen() -> None:
     trained = with_gradients(scale=1e30)
     assert gradient_norm(trained).isfinite()
-    assert trained[0].grad is not None
     trained[0].grad[1] = torch.nan
     assert gradient_norm(trained).isnan()
 

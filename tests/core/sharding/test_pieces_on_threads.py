@@ -132,6 +132,7 @@ def trained(made: Any, updates: torch.optim.Optimizer, owned: Any) -> list[Any]:
     found += [owned.whole_weights(), entries(owned.whole_state())]
     reduction.close()
     owned.close()
+    assert not any(each._post_accumulate_grad_hooks for each in made.parameters()), "nothing is left on the weights"
     return found
 
 

@@ -21,7 +21,7 @@ from ddp_core.checkpoint import CutTensor
 from ddp_core.sharding import OwnsPieces
 from ddp_core.sharding.rows import OwnsRows
 from tests.core.sharding.test_pieces_on_threads import STEPS, bits, trained
-from tests.core.sharding.thread_world import on_thread_world
+from tests.core.sharding.thread_world import GATHERS, on_thread_world
 
 
 class Sometimes(nn.Module):
@@ -133,11 +133,13 @@ def test_rows_are_sent_as_the_nodes_lie_and_wait_as_they_were_told() -> None:
         return told
 
     wait = timedelta(seconds=9)
+    GATHERS.clear()
     assert on_thread_world(3, functools.partial(sent, (7, 7, 7))) == [(wait, (), "PartsInOneLevel")] * 3
     told = (wait, ((0, 1), (2,)), "PartsInOneLevel")
     assert on_thread_world(3, functools.partial(sent, (7, 7, 8))) == [told] * 3
     told = (wait, ((0, 1), (2, 3)), "PartsInTwoLevels")
     assert on_thread_world(4, functools.partial(sent, (7, 7, 8, 8))) == [told] * 4
+    assert [(torch.device("cpu"), wait)] * (3 + 3 + 4) == GATHERS, "gathers wait as long"
 
 
 def owns(module: nn.Module, micro_batches: int, group: Any, fewest_elements: int = 1) -> OwnsRows:

@@ -78,7 +78,6 @@ def test_gradients_are_copied_or_added() -> None:
     for count in (1, 2):
         loss = passes.loss(model, torch.ones(3, 2), torch.zeros(3, 1))
         passes.backward(loss, weight)
-        assert model.used.weight.grad is not None
         assert model.used.weight.grad.tolist() == [[1.5 * count] * 2]
     assert model.unused.weight.grad is None
     assert model.calls == 2, "once per micro-batch, and not while recording"

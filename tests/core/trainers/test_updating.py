@@ -114,7 +114,6 @@ def test_a_schedule_of_torch_is_moved_on_once_per_update_and_continues_after_a_r
         checkpointer.save(first.state_dict(), step=5, epoch=1)
     second, update = fresh(record, SCHEDULES[name], average=True)
     checkpoint = newest_valid(tmp_path)
-    assert checkpoint is not None
     second.load_state_dict(load(checkpoint))
     assert before + trained(second, update, range(5, STEPS)) == expected
     assert digests(second) == digests(whole)
@@ -134,7 +133,6 @@ def test_an_overflow_moves_neither_the_schedule_nor_the_average() -> None:
         assert (digests(state) == before) == overflows
         rates.append(state.learning_rate)
     assert rates == [0.1, pytest.approx(0.08), pytest.approx(0.08)]
-    assert state.average is not None
     assert int(state.average.n_averaged) == 2
 
 
@@ -164,7 +162,6 @@ def test_an_overflow_in_the_first_step_leaves_no_unwritten_momentum() -> None:
             state = TrainState(model, optimizer, scaler=torch.amp.GradScaler("cpu", 4.0))
             update = WeightUpdate(experiment(**OWN), state, 4, clip=pytest.fail)
             for step, gradient in enumerate((torch.inf, torch.inf, 1.0, 2.0, torch.inf, 3.0)):
-                assert state.scaler is not None
                 weight.grad = state.scaler.scale(torch.full((3,), gradient))
                 update.make(step)
             ends.append((weight.tolist(), optimizer.state[weight]["momentum_buffer"].tolist()))

@@ -16,7 +16,6 @@ SAID = "batch norm's running statistics have moved "
 def after(times: int, momentum: float | None, frozen: bool = False) -> str | None:
     young, old = nn.BatchNorm1d(2, momentum=momentum), nn.BatchNorm2d(2)
     for layer, count in ((young, times), (old, 1000)):
-        assert layer.num_batches_tracked is not None
         layer.num_batches_tracked.fill_(count)
     return young_statistics(nn.Sequential(nn.Linear(2, 2), young.train(not frozen), old))
 
