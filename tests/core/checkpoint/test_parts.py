@@ -315,7 +315,7 @@ def test_a_copy_that_fails_in_the_background_is_told_to_the_others(tmp_path: Pat
     def work(ranks: ThreadRanks) -> None:
         with Checkpointer(tmp_path, ranks=ranks, asynchronous=True) as checkpointer:
             if ranks.rank == 1:
-                checkpointer._snapshots.ready = fail  # type: ignore[method-assign]
+                checkpointer._snapshots.ready = fail
             checkpointer.save(cut_state(10, ranks.rank, ranks.count), step=10, epoch=0)
 
     first, second = in_threads(work, 2)

@@ -95,12 +95,6 @@ def test_shapes_and_strides_are_torchs() -> None:
         assert same_bits(ours, roots(values.numpy()))
 
 
-def test_the_derivative_comes_from_the_exact_root() -> None:
-    values = torch.from_numpy(np.random.default_rng(1).random(COUNT, dtype=np.float32)).requires_grad_()
-    torch.sqrt(values).sum().backward()
-    assert same_bits(values.grad, np.float32(1) / (np.float32(2) * roots(values.detach().numpy())))
-
-
 def test_whole_numbers_and_complex_ones_have_roots_too() -> None:
     assert torch.sqrt(torch.tensor([4, 2])).tolist() == roots(np.float32([4, 2])).tolist()
     assert torch.allclose(torch.sqrt(torch.tensor([-4 + 0j])), torch.tensor([2j]))
@@ -135,27 +129,6 @@ def test_products_of_what_are_no_bytes_are_refused_in_torchs_words() -> None:
             wrong()
     with pytest.raises(RuntimeError, match=r"Expected|dtype"):
         torch._int_mm(byte, byte, out=torch.empty(17, 17))
-
-
-@pytest.mark.parametrize("exponent", [2, 2.0, -0.5, 3, 0, 1.5])
-def test_other_powers_are_torchs(exponent: float) -> None:
-    values = torch.from_numpy(np.random.default_rng(2).random(1000, dtype=np.float32))
-    assert ask(_power, values.numpy(), exponent) == (values**exponent).numpy().tobytes()
-
-
-def _power(values: np.ndarray[Any, Any], exponent: float) -> bytes:
-    return (torch.from_numpy(values) ** exponent).numpy().tobytes()
-
-
-@pytest.mark.parametrize("way", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-def test_adam_takes_exact_roots(way: dict[str, bool]) -> None:
-    gradient = np.random.default_rng(3).random(COUNT, dtype=np.float32)
-    weights = nn.Parameter(torch.zeros(COUNT))
-    weights.grad = torch.from_numpy(gradient)
-    torch.optim.Adam([weights], lr=1.0, betas=(0.0, 0.0), eps=1e-30, **way).step()
-    # With both betas zero, Adam's first step adds -g / sqrt(g * g) to each weight, where g is its gradient.
-    truth = -gradient / roots(gradient * gradient)
-    assert np.array_equal(weights.detach().numpy(), truth)
 
 
 class _Fits(nn.Module):

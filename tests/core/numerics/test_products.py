@@ -18,7 +18,6 @@ from torch.nn import functional
 from ddp_core.numerics import chains
 from ddp_core.numerics.chains import chained, chained_into
 from ddp_core.numerics.kernels import portable_kernels
-from tests.support.processes import ask
 from tests.support.wording import refusing
 
 Array = NDArray[Any]
@@ -188,15 +187,10 @@ def test_what_is_added_comes_last() -> None:
     assert torch.equal(torch.addmm(total, left, right, beta=2, out=torch.empty(3)), expected)
     assert total.addmm_(left, right, beta=2) is total
     assert torch.equal(total, expected)
-
-
-def test_batches_are_products_of_their_matrices() -> None:
-    left, right, added = drawn(3, 64, 160), drawn(3, 160, 128, key=1), drawn(3, 64, 128, key=2)
-    each = torch.stack([one @ other for one, other in zip(left, right, strict=True)])
-    assert torch.equal(torch.bmm(left, right), each)
-    assert torch.equal(torch.bmm(left, right, out=torch.empty(3, 64, 128)), each)
-    assert torch.equal(torch.baddbmm(added, left, right), each + added)
-    assert torch.equal(added.clone().baddbmm_(left, right, alpha=0.5), each * 0.5 + added)
+    each, totals = product.expand(3, -1, -1), drawn(3, 64, 128, key=4)
+    batches = left.expand(3, -1, -1), right.expand(3, -1, -1)
+    assert torch.equal(torch.bmm(*batches, out=torch.empty(3, 64, 128)), each)
+    assert torch.equal(totals.clone().baddbmm_(*batches, alpha=0.5), each * 0.5 + totals)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
@@ -210,18 +204,6 @@ def test_short_numbers_are_raised_and_rounded_once(kind: torch.dtype, rows: int)
     assert torch.equal(torch.addmm(added, left, right), with_added)
     assert torch.equal(added.expand(rows, 128).clone().addmm_(left, right), with_added)
     assert torch.equal(torch.addmm(added, left, right, out=left.new_empty(0)), with_added)
-
-
-def test_other_numbers_are_torchs() -> None:
-    left, right = drawn(64, 160).double(), drawn(160, 128, key=1).double()
-    assert (left @ right).numpy().tobytes() == ask(_product, left.numpy(), right.numpy())
-    whole = torch.arange(64 * 160).view(64, 160)
-    assert np.array_equal((whole @ whole.T).numpy(), whole.numpy() @ whole.numpy().T)
-    assert torch.allclose(torch.complex(left, left) @ torch.complex(right, right), left @ right * 2j)
-
-
-def _product(left: Array, right: Array) -> bytes:
-    return (torch.from_numpy(left) @ torch.from_numpy(right)).numpy().tobytes()
 
 
 def test_what_torch_refuses_is_refused() -> None:

@@ -131,18 +131,12 @@ class MakesRoom(LiveCollectives):
         return [value, self.is_other_asked] if isinstance(value, bool) else [value]
 
 
-def test_a_rank_that_nobody_has_asked_stops_with_the_others_and_says_so() -> None:
-    with trainer_of(experiment(), collectives=MakesRoom(is_other_asked=True)) as trainer:
-        with refusing(Stopped):
-            trainer.train()
-        assert trainer.state.step == trainer.saving.newest_step == 1
-
-
-def test_ranks_that_only_make_room_save_nothing() -> None:
-    with trainer_of(experiment(), collectives=MakesRoom(is_other_asked=False)) as trainer:
-        with pytest.raises(Regroup):
-            trainer.train()
-        assert (trainer.state.step, trainer.saving.newest_step) == (1, 0)
+def test_a_rank_that_nobody_has_asked_stops_with_the_others_and_where_room_is_only_made_saves_nothing() -> None:
+    for is_other_asked, end in ((True, Stopped), (False, Regroup)):
+        with trainer_of(experiment(), collectives=MakesRoom(is_other_asked)) as trainer:
+            with refusing(end):
+                trainer.train()
+            assert (trainer.state.step, trainer.saving.newest_step) == (1, int(is_other_asked))
 
 
 def test_a_stop_that_is_asked_for_after_the_update_is_met_although_room_is_to_be_made() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,32 +149,20 @@ def test_gradients_are_clipped_by_their_true_size_not_by_the_scaled_one() -> Non
     assert ends[1] == ends[0]
 
 
-def test_an_overflow_in_the_first_step_leaves_no_unwritten_momentum() -> None:
+def test_an_overflow_in_the_first_step_leaves_no_unwritten_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's fused SGD makes its momentum buffers uninitialised, and skips the kernel that would fill them."""
-    with _new_memory_filled_with_nan():
-        ends = []
-        for fused in (False, True):
-            weight = nn.Parameter(torch.ones(3))
-            model = nn.ParameterList([weight])
-            # Dampening tells a first update, which torch does not dampen, from a later one.
-            optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, dampening=0.5, fused=fused)
-            state = TrainState(model, optimizer, scaler=torch.amp.GradScaler("cpu", 4.0))
-            update = WeightUpdate(experiment(**OWN), state, 4, clip=pytest.fail)
-            for step, gradient in enumerate((torch.inf, torch.inf, 1.0, 2.0, torch.inf, 3.0)):
-                weight.grad = state.scaler.scale(torch.full((3,), gradient))
-                update.make(step)
-            ends.append((weight.tolist(), optimizer.state[weight]["momentum_buffer"].tolist()))
-    assert ends[1] == ends[0]
-
-
-@contextmanager
-def _new_memory_filled_with_nan() -> Iterator[None]:
-    deterministic: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
+    before, ends = torch.are_deterministic_algorithms_enabled(), []
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN
     torch.use_deterministic_algorithms(True)
-    deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        deterministic.fill_uninitialized_memory = before[1]
+    for fused in (False, True):
+        weight = nn.Parameter(torch.ones(3))
+        # Dampening tells a first update, which torch does not dampen, from a later one.
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, dampening=0.5, fused=fused)
+        state = TrainState(nn.ParameterList([weight]), optimizer, scaler=torch.amp.GradScaler("cpu", 4.0))
+        update = WeightUpdate(experiment(**OWN), state, 4, clip=pytest.fail)
+        for step, gradient in enumerate((torch.inf, torch.inf, 1.0, 2.0, torch.inf, 3.0)):
+            weight.grad = state.scaler.scale(torch.full((3,), gradient))
+            update.make(step)
+        ends.append((weight.tolist(), optimizer.state[weight]["momentum_buffer"].tolist()))
+    torch.use_deterministic_algorithms(before)
+    assert ends[1] == ends[0]
