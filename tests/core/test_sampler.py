@@ -94,23 +94,6 @@ def test_positions_and_slices_outside_are_refused(length: int) -> None:
         assert [order.ids(0, place, place).tolist() for place in (0, 3, length)] == [[]] * 3
 
 
-@pytest.mark.full
-@settings(max_examples=40, deadline=None)
-@given(
-    st.integers(0, 60_000), st.integers(0, 5), st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1), st.floats(0, 1)))
-)
-def test_any_slice_equals_the_slice_of_the_whole(
-    length: int, seed: int, requests: list[tuple[int, float, float]]
-) -> None:
-    order = GlobalOrder(length, seed)
-    whole = {epoch: Permutation(length, (seed, epoch))(range(length)) for epoch in {epoch for epoch, _, _ in requests}}
-    for epoch, one, other in requests:
-        start, stop = sorted((round(one * length), round(other * length)))
-        ids = order.ids(epoch, start, stop)
-        assert ids.dtype == np.int64
-        assert np.array_equal(ids, whole[epoch][start:stop])
-
-
 def test_ids_are_the_callers_own() -> None:
     order = GlobalOrder(1000, seed=0)
     for _ in range(3):

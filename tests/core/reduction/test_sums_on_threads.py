@@ -13,7 +13,7 @@ from ddp_core.base.seeds import share_of
 from ddp_core.reduction import OrderedSum, backends
 from ddp_core.reduction.backends import exchange_among, exchange_on, goes_through_host
 from ddp_core.reduction.messages import PointToPoint
-from ddp_core.reduction.ordered_sum import groups_of
+from ddp_core.reduction.ordered_sum import TwoLevels, groups_of
 from ddp_core.reduction.parts import PartsInOneLevel
 from tests.distributed.level_cases import WORLDS, subtrees, wrong_sums
 from tests.support.thread_group import ThreadGroup, on_threads, use_threads
@@ -107,6 +107,9 @@ def test_two_levels_are_left_out_where_one_round_costs_little(monkeypatch: pytes
     assert bytes_sent(3, nodes, 3840, 3) == [*first, whole, whole]
     monkeypatch.setattr(PointToPoint, "one_round_bytes", whole - 1)
     assert bytes_sent(3, nodes, 3840, 3) == [*first, whole // 2, whole // 2]
+    unlike = ((0,), (1,), (2, 3))
+    found = on_threads(4, lambda group: TwoLevels(group, unlike, CPU).cost_of_one_round(torch.empty(3)))
+    assert found == [(2 * 2 - 2 * (3 - 1) / 3) * 3 * 4] * 4, "the busiest node counts"
 
 
 def test_a_rank_that_brings_other_subtrees_than_its_own_is_refused() -> None:

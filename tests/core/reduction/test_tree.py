@@ -120,14 +120,6 @@ class Late:
         self.arrival[0].copy_(self.numbers)
 
 
-def test_a_left_fold_has_other_bits() -> None:
-    leaves = random_leaves(8, 1000, 0)
-    folded = leaves[0].clone()
-    for leaf in leaves[1:]:
-        folded += leaf
-    assert not torch.equal(folded, by_definition(leaves))
-
-
 def test_the_tree_refuses_what_does_not_fit() -> None:
     tree = GradientTree(2)
     tree.push([torch.ones(1)])
