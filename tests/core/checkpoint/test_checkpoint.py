@@ -242,24 +242,21 @@ def test_the_last_ones_the_best_one_and_every_nth_stay(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, keep_last=1, keep_every=60) as checkpointer:
         checkpointer.save(state_of(130, 10), step=130, epoch=0)
     assert _steps(tmp_path) == [130, 120, 60, 50]
-
-
-def test_checkpoints_of_later_steps_are_neither_counted_nor_removed(tmp_path: Path) -> None:
+    # Rolled back to a step before 20: later steps are neither counted nor removed.
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
-        for step in (50, 20, 30):  # the run was rolled back to a step before 20
+        for step in (20, 30):
             checkpointer.save(state_of(step, 10), step=step, epoch=0)
-    assert _steps(tmp_path) == [50, 30]
+    assert _steps(tmp_path) == [130, 120, 60, 50, 30]
 
 
-def test_nothing_is_found_where_nothing_was_saved(tmp_path: Path) -> None:
-    assert find_checkpoints(tmp_path / "nowhere") == []
-    assert newest_valid(tmp_path / "nowhere") is None
-    assert newest_valid(tmp_path) is None
-    assert best_checkpoint(tmp_path) is None
-    assert sweep(tmp_path / "nowhere") == []
-
-
-def test_another_process_can_be_told_which_checkpoint(tmp_path: Path) -> None:
+def test_another_process_can_be_told_which_checkpoint_where_there_is_one(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "nowhere"):
+        assert (newest_valid(place), best_checkpoint(place), find_checkpoints(place), sweep(place)) == (
+            None,
+            None,
+            [],
+            [],
+        )
     Checkpointer(tmp_path).save(state_of(3), step=3, epoch=0)
     chosen = newest_valid(tmp_path)
     for path in (chosen.path, chosen.manifest):

@@ -283,13 +283,10 @@ def test_a_process_that_only_leaves_hears_nothing_but_the_first_interrupt(asked:
     assert ignored == [True, True, asked]
 
 
-def test_the_report_of_the_rank_that_was_asked_comes_first(tmp_path: Path) -> None:
-    for rank, reason in enumerate([ASKED_ELSEWHERE, "SIGTERM"]):
-        report_end(World(rank=rank, world_size=2, report_dir=tmp_path), ExitCode.STOPPED, str(Stopped(reason, 7)))
-    assert [report.rank for report in read_reports(tmp_path)] == [1, 0]
-
-
-def test_an_unknown_signal_is_named() -> None:
+def test_an_unknown_signal_is_named_and_the_report_of_the_rank_that_was_asked_comes_first(tmp_path: Path) -> None:
     assert signal_named("usr1") == signal_named("SIGUSR1") == signal.SIGUSR1
     with pytest.raises(UserError, match="USR9"):
         StopRequest("USR9")
+    for rank, reason in enumerate([ASKED_ELSEWHERE, "SIGTERM"]):
+        report_end(World(rank=rank, world_size=2, report_dir=tmp_path), ExitCode.STOPPED, str(Stopped(reason, 7)))
+    assert [report.rank for report in read_reports(tmp_path)] == [1, 0]
