@@ -95,12 +95,9 @@ def test_shapes_and_strides_are_torchs() -> None:
         assert same_bits(ours, roots(values.numpy()))
 
 
-def test_whole_numbers_and_complex_ones_have_roots_too() -> None:
+def test_whole_and_complex_numbers_have_roots_and_what_torch_refuses_is_refused_in_its_words() -> None:
     assert torch.sqrt(torch.tensor([4, 2])).tolist() == roots(np.float32([4, 2])).tolist()
     assert torch.allclose(torch.sqrt(torch.tensor([-4 + 0j])), torch.tensor([2j]))
-
-
-def test_what_torch_refuses_is_refused_in_its_words() -> None:
     whole = torch.tensor([4])
     for wrong in (lambda: whole.sqrt_(), lambda: torch.sqrt(whole, out=whole), lambda: whole.pow_(0.5)):
         with pytest.raises(RuntimeError, match="can't be cast to"):
@@ -110,7 +107,7 @@ def test_what_torch_refuses_is_refused_in_its_words() -> None:
 
 
 @pytest.mark.parametrize("size", [16, 17, 300])
-def test_products_of_bytes_are_exact(size: int) -> None:
+def test_products_of_bytes_are_exact_and_others_refused_in_torchs_words(size: int) -> None:
     left, right = (np.random.default_rng(4 + size).integers(-128, 128, (40, size), dtype=np.int8) for _ in range(2))
     left[0], right[0] = -128, -128
     truth = left.astype(np.int64) @ right.T.astype(np.int64)
@@ -120,15 +117,10 @@ def test_products_of_bytes_are_exact(size: int) -> None:
     for product in (torch._int_mm(ours, transposed), torch._int_mm(ours, transposed.contiguous()), out):
         assert (product.dtype, product.is_contiguous()) == (torch.int32, True)
         assert np.array_equal(product.numpy(), truth)
-
-
-def test_products_of_what_are_no_bytes_are_refused_in_torchs_words() -> None:
-    byte = torch.ones(17, 17, dtype=torch.int8)
-    for wrong in (lambda: torch._int_mm(byte.int(), byte), lambda: torch._int_mm(byte[:, 1:], byte)):
-        with pytest.raises(RuntimeError, match=r"Expected|must|size"):
-            wrong()
-    with pytest.raises(RuntimeError, match=r"Expected|dtype"):
-        torch._int_mm(byte, byte, out=torch.empty(17, 17))
+    wrong = (lambda: torch._int_mm(ours.int(), transposed), lambda: torch._int_mm(ours[:, 1:], transposed))
+    for action in (*wrong, lambda: torch._int_mm(ours, transposed, out=torch.empty(40, 40))):
+        with pytest.raises(RuntimeError, match=r"Expected|must|size|dtype"):
+            action()
 
 
 class _Fits(nn.Module):

@@ -149,16 +149,13 @@ def test_a_reduction_that_is_closed_in_the_midst_of_a_step_begins_anew() -> None
                 net(torch.tensor([[1.0 + index]])).sum().backward()
         exact.finish()
     assert net.weight.grad.item() == 3.0
-
-
-def test_a_module_without_trained_parameters_has_statistics_all_the_same() -> None:
-    net = nn.BatchNorm1d(1, momentum=1.0, affine=False)
-    with ExactReduction(net, 2) as exact:
+    untrained = nn.BatchNorm1d(1, momentum=1.0, affine=False)  # has statistics all the same
+    with ExactReduction(untrained, 2) as exact:
         for index in range(2):
             with exact.micro_batch(index):
-                net(torch.tensor([[1.0 + index], [3.0 + index]]))
+                untrained(torch.tensor([[1.0 + index], [3.0 + index]]))
         exact.finish()
-    assert net.running_mean.tolist() == [2.5]
+    assert untrained.running_mean.tolist() == [2.5]
 
 
 def test_misuse_is_named() -> None:

@@ -87,19 +87,18 @@ def test_a_sum_passes(precision: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert checked(lambda outputs, targets: -summed(outputs, targets), capsys, precision=precision) == ""
 
 
-def test_a_part_that_does_not_count_per_sample_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_does_not_count_per_sample_is_a_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     said = checked(lambda outputs, targets: summed(outputs, targets) + 1.0, capsys)
     assert said.startswith("warning: loss mine gives ")
     assert "depends on micro_batch" in said
     assert said.count("\n") == 1
+    said = checked(lambda outputs, targets: outputs, capsys)
+    assert said.startswith(f"loss mine returned a tensor of shape [2, {CLASSES}]; let it return one number")
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
 def test_there_is_no_verdict_on_what_says_nothing(value: float, capsys: pytest.CaptureFixture[str]) -> None:
     assert checked(lambda outputs, targets: outputs.sum() * 0 + value, capsys) == ""
     assert checked(lambda outputs, targets: targets.no_such_name, capsys) == "", "an error that training will meet"
-
-
-def test_a_loss_that_is_no_single_number_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    said = checked(lambda outputs, targets: outputs, capsys)
-    assert said.startswith(f"loss mine returned a tensor of shape [2, {CLASSES}]; let it return one number")
