@@ -34,6 +34,7 @@ from ddp_core.data.splits import InMemory, Splits
 def data():
     return Splits(train=InMemory(ones(8, 2), zeros(8)), test=InMemory(ones(0, 2), zeros(0)))
 """
+AVERAGING = "def averaging(outputs, targets):\n    return outputs.mean()"
 BROKEN = {
     "raises": "x = 1 / 0\n",
     "syntax": "def (:\n",
@@ -47,6 +48,7 @@ BROKEN = {
     "model_raises": WHOLE.format("def model():\n    raise ValueError('no such width')", "model", "digits"),
     "wrong_model": WHOLE.format("def model():\n    return 7", "model", "digits"),
     "empty_model": WHOLE.format("from torch import nn\ndef model():\n    return nn.Flatten()", "model", "digits"),
+    "averaging": WHOLE.format(AVERAGING, "two_layer", "toy_data").replace("global", "loss='averaging', global"),
     "wrong_collate": WHOLE.format("collate = 7", "mlp", "digits"),
     "wrong_metrics": WHOLE.format("def metrics(outputs, targets):\n    return {'top': outputs}", "mlp", "digits"),
 }
@@ -128,6 +130,11 @@ def test_bad_input_is_refused_before_anything_is_started(name: str, mode: str, f
 @pytest.mark.parametrize("name", sorted(ENDS_IN_THE_WORKERS))
 def test_what_only_a_worker_finds_is_one_line_too(name: str, files: Path, tmp_path: Path) -> None:
     refuse(name, "single", files, tmp_path)
+
+
+def test_a_loss_that_averages_is_found_before_the_first_step(files: Path, tmp_path: Path) -> None:
+    ended = ddp("train", files / "averaging.py", "--device", "cpu", "--output", tmp_path)
+    one_line(ended, 2, ["loss averaging gives", "reduction='sum'"])
 
 
 @pytest.mark.parametrize("mode", ["torchrun", pytest.param("spawn", marks=pytest.mark.slow)])

@@ -24,6 +24,7 @@ from ddp_core.trainers.keyed_random import KeyedRandom
 CPU = torch.device("cpu")
 
 WORDS = 2**64
+WHOLE = (torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
 def documented_digest(state: dict[str, Tensor]) -> str:
@@ -42,43 +43,12 @@ def documented_digest(state: dict[str, Tensor]) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool],
-    ids=str,
-)
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 2), (2, 0, 3)], ids=str)
-def test_the_weights_digest_is_the_documented_one(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    values = (torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 200 - 100).to(dtype)
-    state = {"layer.weight": values, "a": torch.arange(3.0), "ü": torch.tensor(-0.0)}
-    assert weights_digest(state) == documented_digest(state)
-
-
-def test_the_weights_digest_sees_values_not_memory() -> None:
-    matrix = torch.arange(6.0).reshape(2, 3)
-    assert weights_digest({"w": matrix.t()}) == weights_digest({"w": matrix.t().contiguous()})
-    assert weights_digest({"w": matrix.t()}) != weights_digest({"w": matrix.reshape(3, 2)})
-    assert weights_digest({"b": matrix, "a": matrix}) == weights_digest({"a": matrix, "b": matrix})
-    assert weights_digest({"w": nn.Parameter(matrix)}) == weights_digest({"w": matrix})
-    model = nn.BatchNorm2d(2)
-    before = weights_digest(model.state_dict())
-    model.num_batches_tracked += 1
-    assert weights_digest(model.state_dict()) != before, "buffers count"
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"v": torch.zeros(2)},
-        {"w": torch.zeros(2, dtype=torch.int32)},
-        {"w": torch.zeros(1, 2)},
-        {"w": torch.tensor([0.0, -0.0])},
-        {"w": torch.zeros(2), "v": torch.zeros(0)},
-        {},
-    ],
-)
-def test_another_name_type_shape_or_bit_is_another_digest(other: dict[str, Tensor]) -> None:
-    assert weights_digest(other) != weights_digest({"w": torch.zeros(2)})
+def test_the_weights_digest_is_the_documented_one(shape: tuple[int, ...]) -> None:
+    draws = torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 200 - 100
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, *WHOLE):
+        state = {"layer.weight": draws.to(dtype), "a": torch.arange(3.0), "ü": torch.tensor(-0.0)}
+        assert weights_digest(state) == documented_digest(state)
 
 
 def test_the_optimizer_digest_covers_every_moment_and_step_count() -> None:
@@ -89,14 +59,11 @@ def test_the_optimizer_digest_covers_every_moment_and_step_count() -> None:
     optimizer.step()
     trained = optimizer_digest(optimizer.state_dict())
     assert trained != empty
-    state = optimizer.state[weight]
-    assert trained == documented_digest({f"000000.{name}": value for name, value in state.items()})
-    for name in ("exp_avg", "exp_avg_sq", "step"):
-        kept = state[name].clone()
-        state[name] += 1
-        assert optimizer_digest(optimizer.state_dict()) != trained
-        state[name].copy_(kept)
-    assert optimizer_digest(optimizer.state_dict()) == trained
+    assert trained == documented_digest({f"000000.{name}": value for name, value in optimizer.state[weight].items()})
+    momentum = torch.tensor([0.5, -1.0])
+    state = {"state": {0: {"step": 3, "momentum": momentum, "none": None}, 11: {"pair": (0.5, 1.0)}}}
+    named = {"000000.step": torch.as_tensor(3), "000000.momentum": momentum, "000011.pair": torch.tensor([0.5, 1.0])}
+    assert optimizer_digest(state) == weights_digest(named)
 
 
 def splitmix_finaliser(word: int) -> int:
@@ -107,12 +74,6 @@ def splitmix_finaliser(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def test_mixing_is_splitmix() -> None:
-    assert splitmix_finaliser(0) == 0xE220A8397B1DCDAF, "the published first output of seed 0"
-    assert mix(0) == splitmix_finaliser(0)
-    assert mix(3, 5) == splitmix_finaliser(splitmix_finaliser(3) ^ 5)
-
-
 @settings(deadline=None)
 @given(
     st.integers(0, 2**63 - 1),
@@ -121,6 +82,8 @@ def test_mixing_is_splitmix() -> None:
     st.integers(1, 6),
 )
 def test_a_samples_numbers_depend_on_seed_epoch_and_id_alone(seed: int, epoch: int, ids: list[int], draws: int) -> None:
+    assert splitmix_finaliser(0) == 0xE220A8397B1DCDAF, "the published first output of seed 0"
+    assert mix(seed, 5) == splitmix_finaliser(splitmix_finaliser(seed) ^ 5)
     together = sample_uniforms(seed, epoch, np.array(ids), draws)
     assert together.shape == (len(ids), draws)
     assert together.dtype == np.float64
@@ -154,12 +117,9 @@ def test_a_micro_batch_has_its_own_numbers_at_every_time() -> None:
 DRAWS: dict[str, Callable[[], Tensor]] = {
     "dropout": lambda: functional.dropout(torch.ones(50), 0.4),
     "alpha dropout": lambda: functional.alpha_dropout(torch.ones(50), 0.3, training=True),
-    "rand": lambda: torch.rand(9),
     "randn": lambda: torch.randn(9),
     "randperm": lambda: torch.randperm(20),
-    "normal_": lambda: torch.zeros(9).normal_(),
     "bernoulli_": lambda: torch.zeros(50).bernoulli_(0.5),
-    "exponential_": lambda: torch.zeros(9).exponential_(),
     "multinomial": lambda: torch.multinomial(torch.ones(10), 5),
     "rrelu": lambda: functional.rrelu(-torch.ones(9), training=True),
     "attention": lambda: functional.scaled_dot_product_attention(*[torch.ones(1, 1, 4, 8)] * 3, dropout_p=0.5),
@@ -218,13 +178,6 @@ def of_one(**entries: Any) -> dict[str, Any]:
     return {"state": {0: entries}, "param_groups": []}
 
 
-def test_entries_of_parameters_are_digested_as_named_tensors() -> None:
-    momentum = torch.tensor([0.5, -1.0])
-    state = {"state": {0: {"step": 3, "momentum": momentum, "none": None}, 11: {"pair": (0.5, 1.0)}}}
-    named = {"000000.step": torch.as_tensor(3), "000000.momentum": momentum, "000011.pair": torch.tensor([0.5, 1.0])}
-    assert optimizer_digest(state) == weights_digest(named)
-
-
 OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (of_one(kept={0.9: torch.ones(2)}), of_one(kept={0.9: torch.zeros(2)})),
     (of_one(kept={0.9: torch.ones(2)}), of_one(kept={0.5: torch.ones(2)})),
@@ -247,6 +200,7 @@ def test_the_content_counts_however_it_lies_in_memory(size: int) -> None:
     # So lies the gradient of a sum: each element is the same place in memory.
     expanded, plain = torch.tensor(2.0).expand(1, size)[0], torch.full((size,), 2.0)
     wide = torch.full((size, 2), 2.0)[:, 0]
+    assert weights_digest({"b": plain, "a": plain}) == weights_digest({"a": plain, "b": nn.Parameter(expanded)})
     assert {checksum(each) for each in (expanded, plain, wide)} == {checksum(plain)}
     assert {weights_digest({"a": each}) for each in (expanded, plain, wide)} == {weights_digest({"a": plain})}
     assert same_bits(expanded, plain)

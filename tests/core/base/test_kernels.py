@@ -62,9 +62,6 @@ def test_only_plain_sums_on_cuda_do_without_deterministic_kernels(monkeypatch: p
     assert is_deterministic(device="cpu", reduction="plain")
     assert is_deterministic(device="cuda", reduction="plain", deterministic="always")
     assert not is_deterministic(device="cpu", reduction="plain", deterministic="never")
-
-
-def test_the_exact_reduction_without_deterministic_kernels_is_refused() -> None:
     with refusing():
         is_deterministic(device="cpu", reduction="exact", deterministic="never")
 

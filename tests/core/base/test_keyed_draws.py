@@ -138,28 +138,19 @@ def test_what_was_drawn_before_goes_on_afterwards(key_before: int | None) -> Non
         assert found == expected
 
 
-def test_a_generator_can_still_be_copied_and_pickled() -> None:
-    watch_draws()
-    behind = np.random.rand.__self__
-    with without_key():
-        key_draws(KEY)
-        np.random.rand()
-    for other in (copy.deepcopy(behind), pickle.loads(pickle.dumps(behind))):
-        with generators_kept():
-            assert other.rand() == np.random.rand()
-
-
-def test_a_thread_with_a_generator_of_its_own_seeds_that_one() -> None:
-    before = torch.get_rng_state()
+def test_a_thread_with_a_generator_of_its_own_draws_from_that_one_and_seeds_it() -> None:
+    before, alone = torch.get_rng_state(), torch.Generator().manual_seed(3)
     with OwnGenerator(torch.Generator().manual_seed(3)):
-        expected = torch.rand(2)
+        found = [torch.rand(5, out=torch.empty(5)), torch.rand(5)]  # the first takes no generator
         torch.manual_seed(5)
         with torch.random.fork_rng():
             torch.manual_seed(3)
-            assert torch.equal(torch.rand(2), expected)
-        again = torch.rand(2)
+            found.append(torch.rand(5))
+        again = torch.rand(5)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(torch.rand(2, generator=torch.Generator().manual_seed(5)), again)
+    expected = [torch.rand(5, generator=alone) for _ in range(2)]
+    assert all(map(torch.equal, found, [*expected, expected[0]]))
+    assert torch.equal(torch.rand(5, generator=alone.manual_seed(5)), again)
 
 
 def test_copying_what_draws_moves_no_stream_and_keeps_the_keys() -> None:
@@ -175,6 +166,10 @@ def test_copying_what_draws_moves_no_stream_and_keeps_the_keys() -> None:
         for drawn_again in (received, copied):
             key_draws(KEY)
             assert drawn_again() == first
+        behind = np.random.rand.__self__
+        for other in (copy.deepcopy(behind), pickle.loads(pickle.dumps(behind))):
+            with generators_kept():
+                assert other.rand() == np.random.rand()
 
 
 def test_a_thread_without_a_key_again_leaves_the_main_threads_to_all() -> None:
@@ -221,17 +216,6 @@ def test_a_signal_while_numpys_numbers_are_exchanged_leaves_no_lock() -> None:
         thread.start()
         thread.join(30)
         assert drawn_elsewhere
-
-
-def test_an_operation_that_takes_no_generator_draws_from_the_threads_own() -> None:
-    before = torch.get_rng_state()
-    with OwnGenerator(torch.Generator().manual_seed(3)):
-        first = torch.rand(5, out=torch.empty(5))
-        second = torch.rand(5)
-    assert torch.equal(torch.get_rng_state(), before)
-    alone = torch.Generator().manual_seed(3)
-    assert torch.equal(first, torch.rand(5, generator=alone))
-    assert torch.equal(second, torch.rand(5, generator=alone))
 
 
 def test_an_attention_that_drops_nothing_is_computed_in_a_thread_with_a_generator_of_its_own() -> None:

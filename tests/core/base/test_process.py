@@ -172,7 +172,6 @@ def test_process_1_waits_for_what_is_orphaned(container: tuple[str, ...]) -> Non
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 128 + signal.SIGUSR1)])
 def test_process_1_passes_signals_on(container: tuple[str, ...], number: signal.Signals, code: int) -> None:
     with subprocess.Popen([*container, FIRST + LISTENS], cwd=ROOT, stdout=subprocess.PIPE) as outside:
-        assert outside.stdout is not None
         assert outside.stdout.readline() == b"listens\n"
         (first,) = psutil.Process(outside.pid).children()
         first.send_signal(number)

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +38,7 @@ from ddp_core.checkpoint import (
     verify,
 )
 from ddp_core.checkpoint.data_file import POINTS
-from ddp_core.checkpoint.manifest import MANIFEST_FORMAT, Damaged, pointed_step, read_manifest
+from ddp_core.checkpoint.manifest import MANIFEST_FORMAT, pointed_step
 from ddp_core.checkpoint.state import StateTensors
 from tests.core.checkpoint.children import state_of
 from tests.support.wording import refusing
@@ -79,7 +78,6 @@ def test_a_real_training_state_comes_back_as_it_was(tmp_path: Path, asynchronous
     with Checkpointer(tmp_path, asynchronous=asynchronous) as checkpointer:
         checkpointer.save(state, step=7, epoch=1, metadata={"experiment": "abc", "layout": [2, 1]}, metric=0.5)
     checkpoint = newest_valid(tmp_path)
-    assert checkpoint is not None
     assert checkpoint == checkpointer.last
     assert (checkpoint.step, checkpoint.epoch, checkpoint.metric) == (7, 1, 0.5)
     assert checkpoint.metadata == {"experiment": "abc", "layout": [2, 1]}
@@ -123,17 +121,18 @@ def test_every_point_of_a_save_is_passed_in_the_documented_order(tmp_path: Path)
     assert places == sorted(places)
 
 
-def test_tied_tensors_stay_tied_and_views_take_only_their_own_bytes(tmp_path: Path) -> None:
+def test_tied_tensors_stay_tied_views_take_only_their_own_bytes_and_parameters_are_plain(tmp_path: Path) -> None:
     weight, large = torch.randn(100, 100), torch.randn(1_000_000)
     number = torch.randn(5, dtype=torch.complex64)
-    lazy = {"number": number, "conjugate": number.conj(), "negative": number.conj().imag}
     state = {
         "a": weight,
         "b": weight,
-        "lazy": lazy,
+        "lazy": {"number": number, "conjugate": number.conj(), "negative": number.conj().imag},
         "view": large[:10],
         "wide": torch.ones(1).expand(50),
         "turned": weight.t()[:3],
+        "parameter": nn.Parameter(torch.ones(2)),
+        "grown": torch.ones(2).requires_grad_(),
     }
     for asynchronous in (False, True):
         directory = tmp_path / str(asynchronous)
@@ -144,30 +143,18 @@ def test_tied_tensors_stay_tied_and_views_take_only_their_own_bytes(tmp_path: Pa
         loaded = load(checkpoint)
         assert same(loaded, state)
         assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
+        assert [type(loaded[name]) for name in ("parameter", "grown")] == [torch.Tensor] * 2
+        assert not loaded["parameter"].requires_grad
+        assert not loaded["grown"].requires_grad
+    assert {type(each) for each in StateTensors(state).tensors} == {torch.Tensor}
+    assert StateTensors({"a": weight}).tensors[0] is weight
 
 
-class _Odd:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("value", "named"),
-    [
-        (_Odd(), "_Odd"),
-        (np.float64(1.0), "numpy.float64"),
-        (Path("x"), "Path"),
-        (b"bytes", "bytes"),
-        ({None: 2}, "None"),
-        ({(1, b"x"): 2}, "(1, b'x')"),
-        ({1, 2}, "set"),
-        (torch.eye(2).to_sparse(), "sparse"),
-        (torch.empty(2, device="meta"), "Tensor"),
-    ],
-)
-def test_what_could_not_be_read_back_is_refused_with_its_key(tmp_path: Path, value: Any, named: str) -> None:
-    checkpointer = Checkpointer(tmp_path)
-    with pytest.raises(TypeError, match=r"outer\.0\.inner.*" + re.escape(named)):
-        checkpointer.save({"outer": [{"inner": value}]}, step=1, epoch=0)
+def test_what_could_not_be_read_back_is_refused_with_its_key(tmp_path: Path) -> None:
+    tensors = (torch.eye(2).to_sparse(), torch.empty(2, device="meta"))
+    for value in (SimpleNamespace(), np.float64(1.0), Path("x"), b"bytes", {None: 2}, {(1, b"x"): 2}, {1, 2}, *tensors):
+        with refusing(TypeError):
+            Checkpointer(tmp_path).save({"outer": [{"inner": value}]}, step=1, epoch=0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -250,42 +237,28 @@ def test_the_last_ones_the_best_one_and_every_nth_stay(tmp_path: Path) -> None:
     assert _steps(tmp_path) == [120, 110, 80, 60, 50, 40]
     assert len(list(tmp_path.glob("*.pt"))) == 6, "data went with its manifest"
     best = best_checkpoint(tmp_path)
-    assert best is not None
     assert best.step == 50
     # The next process keeps the best checkpoint of the process before.
     with Checkpointer(tmp_path, keep_last=1, keep_every=60) as checkpointer:
         checkpointer.save(state_of(130, 10), step=130, epoch=0)
     assert _steps(tmp_path) == [130, 120, 60, 50]
-
-
-def test_checkpoints_of_later_steps_are_neither_counted_nor_removed(tmp_path: Path) -> None:
+    # Rolled back to a step before 20: later steps are neither counted nor removed.
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
-        for step in (50, 20, 30):  # the run was rolled back to a step before 20
+        for step in (20, 30):
             checkpointer.save(state_of(step, 10), step=step, epoch=0)
-    assert _steps(tmp_path) == [50, 30]
+    assert _steps(tmp_path) == [130, 120, 60, 50, 30]
 
 
-def test_a_step_saved_again_replaces_the_one_before(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path)
-    for value in (1.0, 2.0, 3.0):
-        checkpointer.save({"x": torch.tensor(value)}, step=5, epoch=0)
-        [checkpoint] = find_checkpoints(tmp_path)
-        assert load(checkpoint)["x"].item() == value
-        assert len(list(tmp_path.glob("*.pt"))) == 1
-
-
-def test_nothing_is_found_where_nothing_was_saved(tmp_path: Path) -> None:
-    assert find_checkpoints(tmp_path / "nowhere") == []
-    assert newest_valid(tmp_path / "nowhere") is None
-    assert newest_valid(tmp_path) is None
-    assert best_checkpoint(tmp_path) is None
-    assert sweep(tmp_path / "nowhere") == []
-
-
-def test_another_process_can_be_told_which_checkpoint(tmp_path: Path) -> None:
+def test_another_process_can_be_told_which_checkpoint_where_there_is_one(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "nowhere"):
+        assert (newest_valid(place), best_checkpoint(place), find_checkpoints(place), sweep(place)) == (
+            None,
+            None,
+            [],
+            [],
+        )
     Checkpointer(tmp_path).save(state_of(3), step=3, epoch=0)
     chosen = newest_valid(tmp_path)
-    assert chosen is not None
     for path in (chosen.path, chosen.manifest):
         assert read_checkpoint(path, sha256=chosen.sha256) == chosen
         with refusing():
@@ -331,43 +304,43 @@ def save_steps(checkpointer: Checkpointer, *steps: int) -> None:
         checkpointer.save(state_of(step), step=step, epoch=0)
 
 
-@pytest.fixture
-def in_tokyo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TZ", "Asia/Tokyo")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
-
-
 def is_now(text: str) -> bool:
     written = datetime.datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=datetime.UTC)
     return abs((datetime.datetime.now(datetime.UTC) - written).total_seconds()) < 120
 
 
-@pytest.mark.usefixtures("in_tokyo")
-def test_times_are_those_of_greenwich(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
-        save_steps(checkpointer, 1)
-        assert is_now(checkpointer.last.written_at)
-    Fence.take(tmp_path)
+def test_times_are_those_of_greenwich(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        with Checkpointer(tmp_path) as checkpointer:
+            save_steps(checkpointer, 1)
+        Fence.take(tmp_path)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
     content = json.loads((tmp_path / "fence.json").read_text())
+    assert is_now(checkpointer.last.written_at)
     assert is_now(content["since"])
     assert content["holder"].startswith(f"process {os.getpid()} on ")
 
 
-def test_a_step_is_saved_again_beside_its_damaged_manifest(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
-        save_steps(checkpointer, 1)
-        (tmp_path / "step-000000001.json").write_text("{}")
-        save_steps(checkpointer, 1)
-        first = checkpointer.last.path
-        assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [1]
-        save_steps(checkpointer, 1)
-        assert not first.exists()
-        checkpointer.last.path.unlink()  # somebody else has removed what the next save replaces
-        save_steps(checkpointer, 1)
-    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [1]
+def test_a_step_saved_again_replaces_the_one_before_also_beside_its_damaged_manifest(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    for value in (1.0, 2.0, 3.0):
+        checkpointer.save({"x": torch.tensor(value)}, step=1, epoch=0)
+        [checkpoint] = find_checkpoints(tmp_path)
+        assert load(checkpoint)["x"].item() == value
+        assert len(list(tmp_path.glob("*.pt"))) == 1
+    checkpoint.manifest.write_text("{}")
+    save_steps(checkpointer, 1)
+    first = checkpointer.last.path
+    assert _steps(tmp_path) == [1]
+    save_steps(checkpointer, 1)
+    assert not first.exists()
+    checkpointer.last.path.unlink()  # somebody else has removed what the next save replaces
+    save_steps(checkpointer, 1)
+    assert _steps(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("data", ["whole", "removed"])
@@ -426,30 +399,20 @@ def test_what_the_disk_refuses_names_the_file_and_what_it_would_have_held(
     assert list(tmp_path.iterdir()) == []
 
 
-SAVED = r"checkpoint of step {}: \d+(\.\d+)? \w+ in (\d+\.\d{{3}}) s"
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_save_is_told_and_may_be_the_best(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_save_is_told_with_its_size_and_seconds(tmp_path: Path, asynchronous: bool) -> None:
     lines: list[str] = []
     with Checkpointer(tmp_path, asynchronous=asynchronous, on_event=lines.append) as checkpointer:
         assert checkpointer.last is None
-        for step, best in ((1, True), (2, False), (3, False)):
-            checkpointer.save(state_of(step), step=step, epoch=0, best=best)
+        for step in (1, 2, 3):
+            checkpointer.save(state_of(step), step=step, epoch=0, best=step == 1)
             checkpointer.before_update()
-        checkpointer.close()
-        assert len(find_checkpoints(tmp_path)) == 3  # two are kept, and the best one
-        checkpointer.save(state_of(4), step=4, epoch=0)
+    stood = r", training stood still for (\d+\.\d{3}) s" if asynchronous else ""
     for step, line in enumerate(lines, start=1):
-        found = re.fullmatch(
-            SAVED.format(step) + (r", training stood still for (\d+\.\d{3}) s" if asynchronous else ""), line
-        )
+        found = re.fullmatch(rf"checkpoint of step {step}: \d+(\.\d+)? \w+ in (\d+\.\d{{3}}) s{stood}", line)
         assert found is not None, line
         assert all(float(seconds) < 60 for seconds in found.groups()[1:])
-    best = best_checkpoint(tmp_path)
-    assert best is not None
-    assert best.step == 1
-    assert len(find_checkpoints(tmp_path)) == 3
+    assert _steps(tmp_path) == [3, 2, 1], "two are kept, and the best one"
 
 
 def test_a_save_that_is_given_up_is_told_with_its_step(tmp_path: Path) -> None:
@@ -463,55 +426,11 @@ def test_a_save_that_is_given_up_is_told_with_its_step(tmp_path: Path) -> None:
     assert lines[0].startswith("warning: checkpoint of step 5 given up: this process may no longer write to")
 
 
-def test_parameters_come_back_as_plain_tensors_and_views_on_their_own(tmp_path: Path) -> None:
-    whole = torch.arange(6.0)
-    state = {"weight": torch.nn.Parameter(torch.ones(2)), "view": whole[2:4], "grown": torch.ones(2).requires_grad_()}
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(state, step=1, epoch=0)
-        assert checkpointer.last is not None
-        found = load(checkpointer.last)
-    assert [(type(each), each.requires_grad) for each in found.values()] == [(torch.Tensor, False)] * 3
-    assert found["view"].tolist() == [2, 3]
-    own = StateTensors(state)
-    assert [type(each) for each in own.tensors] == [torch.Tensor] * 3
-    assert StateTensors({"a": whole}).tensors[0] is whole
-
-
-MANIFEST = {
-    "format": "ddp-checkpoint/1",
-    "step": 1,
-    "epoch": 0,
-    "file": "step-000000001.pt",
-    "bytes": 3,
-    "sha256": "0" * 64,
-    "shapes": {"w": ["float32", [2]]},
-    "metadata": {"layout": "single-cpu"},
-    "metric": 0.5,
-    "written_at": "2026-01-01T00:00:00Z",
-}
-
-
-def test_a_manifest_holds_finite_numbers_only(tmp_path: Path) -> None:
-    content = MANIFEST | {"metric": float("nan")}
-    seal = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    path = tmp_path / "step-000000001.json"
-    path.write_text(json.dumps(content | {"seal": seal}))
-    with refusing(Damaged):
-        read_manifest(path)
-
-
 @pytest.mark.parametrize(
     "fields",
     [
-        {"format": "ddp-checkpoint/9"},
-        {"step": [30]},
-        {"step": 2.0},
-        {"file": 5},
-        {"sha256": 7},
-        {"shapes": []},
-        {"parts": [7]},
-        {"parts": 7},
-        {"more": 1},
+        *({"format": "ddp-checkpoint/9"}, {"step": [30]}, {"step": 2.0}, {"file": 5}, {"sha256": 7}, {"shapes": []}),
+        *({"parts": [7]}, {"parts": 7}, {"more": 1}, {"metric": float("nan")}),
     ],
     ids=str,
 )
@@ -525,7 +444,6 @@ def test_a_manifest_with_other_types_counts_as_damaged(tmp_path: Path, fields: d
         path.write_text(text)
         lines: list[str] = []
         found = newest_valid(tmp_path, lines.append)
-        assert found is not None
         assert (found.step, len(lines)) == (1, 2)
         assert "checkpoint step-000000002 is damaged" in lines[0]
 
@@ -554,7 +472,7 @@ def test_an_old_checkpoint_that_somebody_else_has_removed_is_not_missed(tmp_path
 
     with Checkpointer(tmp_path, keep_last=1, fence=remove_the_first) as checkpointer:
         save_steps(checkpointer, 1, 2)
-    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [2]
+    assert _steps(tmp_path) == [2]
     assert sweep(tmp_path) == []
 
 

@@ -62,7 +62,6 @@ def _save(directory: Path, *steps: int) -> list[Checkpoint]:
 
 def _is_whole(checkpoint: Checkpoint | None) -> bool:
     """Whether a checkpoint loads, and every number in it belongs to its step."""
-    assert checkpoint is not None
     state, expected = load(checkpoint), state_of(checkpoint.step)
     return bool(
         state["step"] == checkpoint.step
@@ -80,87 +79,59 @@ def _leftovers(directory: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("points", "asynchronous"),
+    ("points", "asynchronous", "before"),
     [
-        pytest.param(["data renamed", "manifest renamed"], False, id="around the commit"),
-        pytest.param(POINTS, False, marks=pytest.mark.slow, id="now"),
-        pytest.param(POINTS, True, marks=pytest.mark.slow, id="aside"),
+        pytest.param(["data renamed", "manifest renamed"], False, [10, 20], id="around the commit"),
+        pytest.param([POINTS[1], *POINTS[4:9]], True, [], id="the very first save"),
+        pytest.param(POINTS, False, [10, 20], marks=pytest.mark.slow, id="now"),
+        pytest.param(POINTS, True, [10, 20], marks=pytest.mark.slow, id="aside"),
     ],
 )
 def test_a_kill_at_any_point_of_a_save_leaves_the_newest_complete_checkpoint(
-    tmp_path: Path, points: Sequence[str], asynchronous: bool
+    tmp_path: Path, points: Sequence[str], asynchronous: bool, before: list[int]
 ) -> None:
-    children = {
-        point: start(killed_at, tmp_path / point.replace(" ", "-"), point, asynchronous, [10, 20], 30)
-        for point in points
-    }
-    for point, child in children.items():
-        directory = tmp_path / point.replace(" ", "-")
+    folders = {point: tmp_path / point.replace(" ", "-") for point in points}
+    children = [start(killed_at, folder, point, asynchronous, before, 30) for point, folder in folders.items()]
+    for (point, directory), child in zip(folders.items(), children, strict=True):
         child.join(HANG)
         assert child.exitcode == -signal.SIGKILL, f"{point}: the child ended with {child.exitcode}"
         committed = POINTS.index(point) >= POINTS.index("manifest renamed")
-        newest = newest_valid(directory)
-        assert newest is not None
-        assert newest.step == (30 if committed else 20), point
-        assert _is_whole(newest), point
+        newest, steps = newest_valid(directory), [*before, *([30] if committed else [])]
+        assert (newest and newest.step) == (steps[-1] if steps else None), point
+        assert newest is None or _is_whole(newest), point
         sweep(directory)
         assert _leftovers(directory) == set(), point
         with Checkpointer(directory) as checkpointer:
             checkpointer.save(state_of(40), step=40, epoch=0)
         assert _is_whole(newest_valid(directory)), point
-    how = "aside" if asynchronous else "at once"
     if points == POINTS:
-        record_row(
-            9, f"saved {how}: killed at each of {len(POINTS)} points, the newest complete one loads, nothing is left"
-        )
-
-
-@pytest.mark.parametrize(
-    "asynchronous", [pytest.param(False, marks=pytest.mark.slow, id="now"), pytest.param(True, id="aside")]
-)
-def test_a_kill_in_the_very_first_save_leaves_a_fresh_start(tmp_path: Path, asynchronous: bool) -> None:
-    points = ("data opened", "data partly written", "data renamed", "manifest synced", "manifest renamed")
-    children = {point: start(killed_at, tmp_path / point, point, asynchronous, [], 10) for point in points}
-    for point, child in children.items():
-        child.join(HANG)
-        assert child.exitcode == -signal.SIGKILL
-        newest = newest_valid(tmp_path / point)
-        assert (newest is None) == (point != "manifest renamed"), point
-        sweep(tmp_path / point)
-        assert _leftovers(tmp_path / point) == set()
+        how = f"saved {'aside' if asynchronous else 'at once'}: killed at each of {len(POINTS)} points"
+        record_row(9, f"{how}, the newest complete one loads, nothing is left")
 
 
 def _newest_step(directory: Path) -> int:
     return max((checkpoint.step for checkpoint in find_checkpoints(directory)), default=0)
 
 
-def _kill_at_random_times(directory: Path, trials: int) -> None:
+@pytest.mark.parametrize("trials", [8, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_kills_at_random_times_lose_no_committed_checkpoint(tmp_path: Path, trials: int) -> None:
     chance, seen = random.Random(0), 0
     for trial in range(trials):
-        child = start(save_without_end, directory, seen + 1, trial % 2 == 1)
+        child = start(save_without_end, tmp_path, seen + 1, trial % 2 == 1)
         wanted = seen + chance.randint(1, 3)
-        wait_until(lambda wanted=wanted: _newest_step(directory) >= wanted, HANG, f"step {wanted} is committed")
+        wait_until(lambda wanted=wanted: _newest_step(tmp_path) >= wanted, HANG, f"step {wanted} is committed")
         time.sleep(chance.uniform(0, 0.05))
-        seen = _newest_step(directory)
+        seen = _newest_step(tmp_path)
         child.kill()
         child.join()
-        newest = newest_valid(directory)
-        sweep(directory)
-        assert _leftovers(directory) == set()
-        assert newest is not None
+        newest = newest_valid(tmp_path)
+        sweep(tmp_path)
+        assert _leftovers(tmp_path) == set()
         assert newest.step >= seen, "a committed checkpoint was lost"
         assert _is_whole(newest)
         seen = newest.step
-
-
-def test_kills_at_random_times_lose_no_committed_checkpoint(tmp_path: Path) -> None:
-    _kill_at_random_times(tmp_path, 8)
-
-
-@pytest.mark.slow
-def test_many_kills_at_random_times_lose_no_committed_checkpoint(tmp_path: Path) -> None:
-    _kill_at_random_times(tmp_path, 200)
-    record_row(9, "200 kills at random times lose no committed checkpoint")
+    if trials == 200:
+        record_row(9, "200 kills at random times lose no committed checkpoint")
 
 
 # Rows 10 and 11: damaged files.
@@ -189,7 +160,6 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path:
     DAMAGES[damage](_save(tmp_path, 10, 20)[0])
     lines: list[str] = []
     newest = newest_valid(tmp_path, lines.append)
-    assert newest is not None
     assert newest.step == 10
     assert _is_whole(newest)
     assert [line.startswith("warning:") for line in lines] == [True, True]
@@ -198,13 +168,8 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path:
     with pytest.raises(UserError, match="no usable checkpoint at") as caught:
         read_checkpoint(tmp_path / "step-000000020.json")
     assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(tmp_path: Path, damage: str) -> None:
-    DAMAGES[damage](_save(tmp_path, 10, 20, 30)[0])
     Checkpointer(tmp_path, keep_last=2).save(state_of(40), step=40, epoch=0)
-    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [40, 20]
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [40, 10], "it is none of the two kept"
     assert _leftovers(tmp_path) == set()
 
 
@@ -218,14 +183,9 @@ def test_a_removal_that_is_cut_short_leaves_only_what_is_swept(tmp_path: Path) -
         Checkpointer(tmp_path, keep_last=1, at=fail).save(state_of(20), step=20, epoch=0)
     assert [path.name for path in sweep(tmp_path)] == ["step-000000010.pt"]
     assert _leftovers(tmp_path) == set()
-
-
-def test_a_lost_manifest_makes_the_data_a_leftover(tmp_path: Path) -> None:
-    _save(tmp_path, 10, 20)[0].manifest.unlink()
-    newest = newest_valid(tmp_path)
-    assert newest is not None
-    assert newest.step == 10
-    assert [path.name for path in sweep(tmp_path)] == ["step-000000020.pt"]
+    _save(tmp_path, 30)[0].manifest.unlink()
+    assert newest_valid(tmp_path).step == 20
+    assert [path.name for path in sweep(tmp_path)] == ["step-000000030.pt"], "as where a manifest is lost"
 
 
 @pytest.mark.parametrize("damage", [*MANIFEST_DAMAGES, "a folder in its place"])
@@ -296,28 +256,16 @@ def test_no_flipped_bit_of_a_manifest_is_believed(tmp_path: Path) -> None:
 # Rows 12 and 13: the files of others.
 
 
-def _no_tensor_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a tensor was loaded"))
-
-
 def test_the_checkpoint_of_another_model_is_refused_with_the_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [checkpoint] = _save(tmp_path, 10)
-    _no_tensor_is_loaded(monkeypatch)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a tensor was loaded"))
     other = {"model": {"weight": torch.ones(7, dtype=torch.float64), "head": torch.ones(2)}}
-    with pytest.raises(UserError) as caught:
-        load(checkpoint, expect=describe(other), only=["model"])
-    assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
-    for part in (
-        "missing in it: model.head",
-        "unexpected in it: model.bias",
-        "model.weight is float32 [30000] there, float64 [7] here",
-    ):
-        assert part in str(caught.value)
-    assert "optimizer" not in str(caught.value)
     with refusing():
         load(checkpoint, expect=describe(other))
+    with refusing() as caught:
+        load(checkpoint, expect=describe(other), only=["model"])
     record_row(12, f"another model: 3, '{str(caught.value).partition(': ')[2][:90]} …', no tensor loaded")
     many = {"model": {f"layer{number}": torch.ones(1) for number in range(9)}}
     with refusing():
@@ -328,7 +276,7 @@ def test_the_checkpoint_of_another_experiment_is_refused_with_the_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [checkpoint] = _save(tmp_path, 10)
-    _no_tensor_is_loaded(monkeypatch)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a tensor was loaded"))
     for expected in ({"experiment": "xyz"}, {"absent": 1}):
         with refusing():
             load(checkpoint, expect_metadata=expected)
@@ -364,10 +312,8 @@ def test_a_malicious_pickle_with_a_valid_manifest_is_refused_not_run(tmp_path: P
     _commit(checkpoint)
     newest = newest_valid(directory)
     assert newest is not None
-    with pytest.raises(UserError, match="refused") as caught:
+    with refusing():
         load(newest)
-    assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
-    assert str(caught.value).endswith("more than tensors and plain values (UnpicklingError: it names posix.mkdir)")
     assert not marker.exists()
     torch.load(checkpoint.path, weights_only=False) if packing != "pickle" else pickle.loads(
         checkpoint.path.read_bytes()
@@ -379,11 +325,9 @@ def test_a_malicious_pickle_with_a_valid_manifest_is_refused_not_run(tmp_path: P
 def test_rubbish_with_a_valid_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
     [checkpoint] = _save(tmp_path, 10)
     checkpoint.path.write_bytes(content)
-    with pytest.raises(UserError, match="refused") as caught:
+    with pytest.raises(UserError, match=r"^(?!.*weights_only).*refused[^\n]*$") as caught:
         load(_commit(checkpoint))
     assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
-    assert "weights_only" not in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_data_that_does_not_hold_what_its_manifest_says_is_refused(tmp_path: Path) -> None:
@@ -451,12 +395,10 @@ def test_a_read_only_directory_is_met_before_the_first_step(tmp_path: Path) -> N
 def test_a_directory_that_cannot_be_made_is_met_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     for directory in (tmp_path / "file", tmp_path / "file" / "checkpoints"):
-        with pytest.raises(UserError, match="cannot write") as caught:
+        with refusing():
             Checkpointer(directory)
-        assert caught.value.exit_code == ExitCode.RESOURCES
-        with pytest.raises(UserError, match="cannot write") as caught:
+        with refusing():
             Fence.take(directory)
-        assert caught.value.exit_code == ExitCode.RESOURCES
 
 
 # Row 5: a stale rank 0 that wakes up writes nothing.

@@ -31,15 +31,8 @@ def test_a_file_has_dicts_in_their_place_and_plain_numbers() -> None:
     plain = without_queues({**state(), "float": np.float32(1.5), "integer": np.int64(7), "kind": Kind.ONE})
     assert plain["endless"] == {"items of a deque": [2.5], "maxlen": None}
     assert plain["list"] == [{"items of a deque": [3], "maxlen": 1}, "text"]
-    assert [(type(plain[name]), plain[name]) for name in ("float", "integer", "kind")] == [
-        (float, 1.5),
-        (int, 7),
-        (int, 1),
-    ]
     file = io.BytesIO()
     torch.save(plain, file)
     file.seek(0)
-    assert repr(with_queues(torch.load(file, weights_only=True))) == repr(
-        with_queues(without_queues(state() | {"float": 1.5, "integer": 7, "kind": 1}))
-    )
-    assert repr(with_queues(without_queues(state()))) == repr(state())
+    expected = state() | {"float": 1.5, "integer": 7, "kind": 1}
+    assert repr(with_queues(torch.load(file, weights_only=True))) == repr(expected)

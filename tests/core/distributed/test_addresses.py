@@ -149,20 +149,6 @@ def test_a_node_that_the_others_meet_at_listens_at_its_address(named: str | None
     assert ask(_host, named and f"{named}:{free_port()}") == {"127.0.0.1"}
 
 
-def _encrypted(_: int) -> str:
-    os.environ["GLOO_DEVICE_TRANSPORT"] = "TCP_TLS"
-    try:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    except RuntimeError as error:
-        return str(error)
-    return "encrypted"
-
-
-def test_gloo_cannot_encrypt() -> None:
-    # docs/explanation/security.md says so. When this fails, torch can: change the page.
-    assert "unsupported gloo device" in ask(_encrypted, 0)
-
-
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux tells of a process's connections there")
 def test_connections_to_a_port_fail_when_its_machine_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as elsewhere:

@@ -42,7 +42,6 @@ def test_a_signal_to_the_command_ends_what_it_has_started_and_removes_the_folder
     settings = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     words = [sys.executable, "-c", textwrap.dedent(COMMAND), textwrap.dedent(CHILD)]
     command = subprocess.Popen(words, env=settings, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert command.stdout is not None
     folder = Path(command.stdout.readline().strip())
     assert folder.parent == tmp_path
     descriptor = os.open(folder, os.O_RDONLY)

@@ -53,7 +53,6 @@ def stop(output: Path, *words: str, number: int, send: Send) -> dict[str, Any]:
     directory, record = trained(output)
     assert (record["status"], record["exit_code"]) == ("stopped", 75)
     checkpoint = newest_valid(directory.checkpoints)
-    assert checkpoint is not None
     assert f"stopped at step {checkpoint.step} ({describe_signal(number)})" in record["message"]
     assert 0 < checkpoint.step < 40
     (line,) = ended.errors.splitlines()
@@ -77,11 +76,7 @@ def check_the_end(output: Path, undisturbed: tuple[str, str], **details: Any) ->
     ],
 )
 def test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened(
-    tmp_path: Path,
-    undisturbed: tuple[str, str],
-    layout: tuple[str, ...],
-    number: int,
-    send: Send,
+    tmp_path: Path, undisturbed: tuple[str, str], layout: tuple[str, ...], number: int, send: Send
 ) -> None:
     stop(tmp_path, *layout, number=number, send=send)
     check_the_end(tmp_path, undisturbed, ranks=0 if layout else 2)
@@ -121,8 +116,11 @@ def test_a_schedulers_early_signal_and_a_time_limit_stop_alike(tmp_path: Path, u
     check_the_end(tmp_path, undisturbed)
 
 
-SLOW_MODEL = '''
-"""Slow?"""
+EXPERIMENT = """
+experiment = Experiment(name="mine", model=Component(name="{model}"), data=Component(name="toy_data"),
+                        loss="mean_squared_error", global_batch_size=16, micro_batch=4)
+"""
+SLOW_MODEL = """
 import time
 from torch import nn
 from ddp_core.config.experiment import Component, Experiment
@@ -130,14 +128,18 @@ from ddp_core.config.experiment import Component, Experiment
 class Slow(nn.Linear):
     def forward(self, inputs):
         time.sleep(600)
-        return super().forward(inputs)
 
 def model():
     return Slow(10, 1)
-
-experiment = Experiment(name="slow", model=Component(name="model"), data=Component(name="toy_data"),
-                        loss="mean_squared_error", global_batch_size=16, micro_batch=4)
-'''
+""" + EXPERIMENT.format(model="model")
+WAITING = """
+import os, time
+from pathlib import Path
+from ddp_core.config.experiment import Component, Experiment
+if "RANK" in os.environ or WORLD == "alone":
+    Path(PLACE).touch()
+    time.sleep(600)
+""" + EXPERIMENT.format(model="two_layer")
 
 
 @pytest.mark.parametrize("layout", [(), DDP, pytest.param(SPAWN, marks=pytest.mark.slow)])
@@ -162,18 +164,6 @@ def test_a_second_interrupt_leaves_at_once(tmp_path: Path, layout: tuple[str, ..
     record_row(29, f"once: 75, saved; more often: {ended.code} at once, no process left")
 
 
-WAITING = """
-import os, time
-from pathlib import Path
-if "RANK" in os.environ or WORLD == "alone":
-    Path(PLACE).touch()
-    time.sleep(600)
-from ddp_core.config.experiment import Component, Experiment
-experiment = Experiment(name="waiting", model=Component(name="two_layer"), data=Component(name="toy_data"),
-                        loss="mean_squared_error", global_batch_size=16, micro_batch=4)
-"""
-
-
 @pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("world", "layout"),
@@ -193,10 +183,8 @@ def test_a_request_before_the_first_step_ends_at_once(
         to_the_command(started, number)
         ended = started.end()
     assert ended.code == 75, ended.errors
-    assert (
-        ended.errors
-        == f"ddp: stopped: while nothing was trained ({describe_signal(number)}); continue with --resume auto\n"
-    )
+    said = f"while nothing was trained ({describe_signal(number)}); continue with --resume auto"
+    assert ended.errors == f"ddp: stopped: {said}\n"
 
 
 def test_a_rank_that_waits_for_the_others_stops_at_once(tmp_path: Path) -> None:
@@ -272,15 +260,9 @@ def test_nohup_outlives_its_terminal(tmp_path: Path, layout: tuple[str, ...]) ->
 NOHUP = "import os, sys; os.execvp('nohup', ['nohup', sys.executable, '-m', 'ddp_core', *sys.argv[1:]])"
 
 
-@pytest.fixture
-def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The codes with which this process would have left at once."""
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    return codes
-
-
-def test_a_second_interrupt_is_heard_until_all_is_saved(exits: list[int]) -> None:
+def test_a_second_interrupt_is_heard_until_all_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
     with StopRequest() as stop_request:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
@@ -301,13 +283,10 @@ def test_a_process_that_only_leaves_hears_nothing_but_the_first_interrupt(asked:
     assert ignored == [True, True, asked]
 
 
-def test_the_report_of_the_rank_that_was_asked_comes_first(tmp_path: Path) -> None:
-    for rank, reason in enumerate([ASKED_ELSEWHERE, "SIGTERM"]):
-        report_end(World(rank=rank, world_size=2, report_dir=tmp_path), ExitCode.STOPPED, str(Stopped(reason, 7)))
-    assert [report.rank for report in read_reports(tmp_path)] == [1, 0]
-
-
-def test_an_unknown_signal_is_named() -> None:
+def test_an_unknown_signal_is_named_and_the_report_of_the_rank_that_was_asked_comes_first(tmp_path: Path) -> None:
     assert signal_named("usr1") == signal_named("SIGUSR1") == signal.SIGUSR1
     with pytest.raises(UserError, match="USR9"):
         StopRequest("USR9")
+    for rank, reason in enumerate([ASKED_ELSEWHERE, "SIGTERM"]):
+        report_end(World(rank=rank, world_size=2, report_dir=tmp_path), ExitCode.STOPPED, str(Stopped(reason, 7)))
+    assert [report.rank for report in read_reports(tmp_path)] == [1, 0]

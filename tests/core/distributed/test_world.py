@@ -29,6 +29,8 @@ def test_without_a_launcher_there_is_one_process() -> None:
     assert world == World()
     assert (world.rank, world.world_size, world.nnodes, world.is_first, world.launch_id) == (0, 1, 1, True, None)
     assert not World.is_set({"RANK": "0"})
+    assert World.from_environment({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "nonsense"}) == world
+    assert World.from_environment(world.to_environment()) == world
 
 
 def test_torchruns_variables_are_read() -> None:
@@ -39,11 +41,8 @@ def test_torchruns_variables_are_read() -> None:
     assert not world.is_first
     assert world.place == "rank 5 (node 1)"
     assert World.from_environment(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).launch_id is None
-
-
-def test_a_scheduler_may_set_the_least() -> None:
-    world = World.from_environment({"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
-    assert (world.local_rank, world.nproc_per_node, world.node_rank, world.nnodes) == (2, 3, 0, 1)
+    least = World.from_environment({"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+    assert (least.local_rank, least.nproc_per_node, least.node_rank, least.nnodes) == (2, 3, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -66,12 +65,6 @@ def test_a_wrong_variable_is_named(change: str) -> None:
 def test_what_is_written_is_read_back(change: dict[str, str]) -> None:
     """torchrun's variables, as `World` writes them, are the ones that it reads."""
     assert World.from_environment(TORCHRUN | change).to_environment() == TORCHRUN | change
-
-
-def test_a_single_process_needs_no_store() -> None:
-    world = World.from_environment({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "nonsense"})
-    assert world == World()
-    assert World.from_environment(world.to_environment()) == world
 
 
 def test_a_free_port_is_none_that_the_system_gives_to_a_connection_meanwhile() -> None:

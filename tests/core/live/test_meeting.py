@@ -129,7 +129,6 @@ def test_a_list_is_written_into_an_empty_store(store: dist.TCPStore, monkeypatch
     another(empty, first, monkeypatch)
     trained = Membership(3, ("0.0@0", "1.0@0"))
     members = first.renew(trained, nodes=2)
-    assert members is not None
     assert members.now() == trained
     members.give_numbers_again()
     late = place(empty, 1, 2)

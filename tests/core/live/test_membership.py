@@ -79,10 +79,8 @@ class World(NamedTuple):
         return next(process for known, process in self.processes if known == name)
 
     def put(self, name: str, **changes: Any) -> World:
-        after = [
-            (known, process._replace(**changes) if known == name else process) for known, process in self.processes
-        ]
-        return self._replace(processes=tuple(after))
+        changed = self.of(name)._replace(**changes)
+        return self._replace(processes=tuple((known, changed if known == name else p) for known, p in self.processes))
 
     def group(self, number: int) -> Membership:
         return next(each for each in self.groups if each.number == number)
@@ -107,18 +105,8 @@ class World(NamedTuple):
 
 def beginning(losses: int, last: int, arrives: bool, leaves: int, mistakes: int) -> World:
     first = Membership(0, (A, B, C))
-    processes = {name: Process("waits") for name in first.members}
-    if arrives:
-        processes[LATE] = Process("absent")
-    return World(
-        tuple(processes.items()),
-        first,
-        losses,
-        last,
-        groups=(first,),
-        requests=leaves,
-        mistakes=mistakes,
-    )
+    processes = [(name, Process("waits")) for name in first.members] + [(LATE, Process("absent"))] * arrives
+    return World(tuple(processes), first, losses, last, groups=(first,), requests=leaves, mistakes=mistakes)
 
 
 def moves(world: World) -> Iterator[World]:
@@ -249,7 +237,6 @@ def entering(world: World, name: str, offered: list[Progress | None]) -> World:
 
 def training(world: World, name: str, process: Process) -> Iterator[World]:
     members, held = world.group(process.number).members, process.held
-    assert held is not None
     if name == members[0] and not held.is_settled:
         yield settled(world, name, held)
     elif held.step == world.last:

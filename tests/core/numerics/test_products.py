@@ -1,4 +1,7 @@
-"""Portable products are chains of fused multiply-adds, whatever their shape, layout or number of threads."""
+"""Portable products are chains of fused multiply-adds, whatever their shape, layout or number of threads.
+
+What such a chain is by definition is said here in numpy, without torch.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,51 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from ddp_core.numerics import chains
 from ddp_core.numerics.chains import chained, chained_into
 from ddp_core.numerics.kernels import portable_kernels
-from tests.core.numerics.chains import product_in_chains
-from tests.support.processes import ask
 from tests.support.wording import refusing
+
+Array = NDArray[Any]
+
+_LONGEST_CHAIN = 1024
+
+
+def fused(a: Any, b: Any, c: Any) -> Array:
+    """a * b + c in float32, rounded once, as a fused multiply-add rounds it.
+
+    In float64 the product is exact and the sum is not. So the sum is rounded to odd: where it was not exact, to the
+    neighbour whose last bit is 1. Rounding that to float32 gives what rounding the exact sum gives (S. Boldo,
+    G. Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
+    """
+    product = np.multiply(a, b, dtype=np.float64)
+    addend = np.asarray(c, np.float64)
+    total = np.asarray(product + addend)
+    back = total - product
+    lost = (product - (total - back)) + (addend - back)
+    bits = total.view(np.int64)
+    is_cut = (lost != 0) & np.isfinite(lost) & (bits % 2 == 0)
+    outwards = np.where((lost > 0) == (total > 0), 1, -1)
+    return np.asarray((bits + is_cut * outwards).view(np.float64).astype(np.float32))
+
+
+def product_in_chains(left: Array, right: Array) -> Array:
+    """A product of float32 matrices, or of batches of them: per element one chain in the order of k.
+
+    A chain is of fused multiply-adds, and has at most 1,024 terms; longer sums are cut there, and the pieces added in
+    their order.
+    """
+    pieces = []
+    for start in range(0, left.shape[-1], _LONGEST_CHAIN):
+        chain = np.zeros((*left.shape[:-1], right.shape[-1]), np.float32)
+        for k in range(start, min(start + _LONGEST_CHAIN, left.shape[-1])):
+            chain = fused(left[..., k, None], right[..., k, None, :], chain)
+        pieces.append(chain)
+    return np.asarray(sum(pieces[1:], pieces[0]))
 
 
 @pytest.fixture(autouse=True)
@@ -52,21 +91,11 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 SHAPES = [
     *[(64, 160, 128), (8, 2100, 64), (200, 1025, 8), (8, 3, 50_000), (1030, 1, 1030)],
-    *[
-        (1, 1, 1),
-        (1, 70, 1),
-        (1, 70, 33),
-        (70, 33, 1),
-        (5, 9, 7),
-        (6, 16, 16),
-        (7, 1025, 9),
-        (13, 1024, 23),
-        (11, 17, 31),
-    ],
+    *[(1, 1, 1), (1, 70, 1), (1, 70, 33), (70, 33, 1), (5, 9, 7), (6, 16, 16), (7, 1025, 9), (13, 1024, 23)],
 ]
 
 
-def same_bits(ours: Tensor, truth: np.ndarray[Any, Any]) -> bool:
+def same_bits(ours: Tensor, truth: Array) -> bool:
     return ours.is_contiguous() and ours.detach().numpy().tobytes() == truth.tobytes()
 
 
@@ -158,15 +187,10 @@ def test_what_is_added_comes_last() -> None:
     assert torch.equal(torch.addmm(total, left, right, beta=2, out=torch.empty(3)), expected)
     assert total.addmm_(left, right, beta=2) is total
     assert torch.equal(total, expected)
-
-
-def test_batches_are_products_of_their_matrices() -> None:
-    left, right, added = drawn(3, 64, 160), drawn(3, 160, 128, key=1), drawn(3, 64, 128, key=2)
-    each = torch.stack([one @ other for one, other in zip(left, right, strict=True)])
-    assert torch.equal(torch.bmm(left, right), each)
-    assert torch.equal(torch.bmm(left, right, out=torch.empty(3, 64, 128)), each)
-    assert torch.equal(torch.baddbmm(added, left, right), each + added)
-    assert torch.equal(added.clone().baddbmm_(left, right, alpha=0.5), each * 0.5 + added)
+    each, totals = product.expand(3, -1, -1), drawn(3, 64, 128, key=4)
+    batches = left.expand(3, -1, -1), right.expand(3, -1, -1)
+    assert torch.equal(torch.bmm(*batches, out=torch.empty(3, 64, 128)), each)
+    assert torch.equal(totals.clone().baddbmm_(*batches, alpha=0.5), each * 0.5 + totals)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
@@ -182,22 +206,9 @@ def test_short_numbers_are_raised_and_rounded_once(kind: torch.dtype, rows: int)
     assert torch.equal(torch.addmm(added, left, right, out=left.new_empty(0)), with_added)
 
 
-def test_other_numbers_are_torchs() -> None:
-    left, right = drawn(64, 160).double(), drawn(160, 128, key=1).double()
-    assert (left @ right).numpy().tobytes() == ask(_product, left.numpy(), right.numpy())
-    whole = torch.arange(64 * 160).view(64, 160)
-    assert np.array_equal((whole @ whole.T).numpy(), whole.numpy() @ whole.numpy().T)
-    assert torch.allclose(torch.complex(left, left) @ torch.complex(right, right), left @ right * 2j)
-
-
-def _product(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bytes:
-    return (torch.from_numpy(left) @ torch.from_numpy(right)).numpy().tobytes()
-
-
 def test_what_torch_refuses_is_refused() -> None:
     left, right = drawn(64, 160), drawn(160, 128)
     for wrong in (
-        lambda: left @ left,
         lambda: torch.mm(left, right.double()),
         lambda: torch.mm(left, right, out=torch.empty(64, 128, dtype=torch.float64)),
         lambda: torch.addmm(drawn(5), left, right),

@@ -80,9 +80,8 @@ def test_the_code_stays_where_threads_have_made_it_at_the_same_time() -> None:
 def test_a_product_in_parts_has_the_same_bits(count: int) -> None:
     pairs = [(_drawn(*left), _drawn(*right)) for left, right in SHAPES]
     whole = [chained(*pair) for pair in pairs]
-    with several_threads(count):
-        assert all(chained(*pair).equal(each) for pair, each in zip(pairs, whole, strict=True))
-        with torch.inference_mode():
+    for inference in (False, True):
+        with several_threads(count), torch.inference_mode(inference):
             assert all(chained(*pair).equal(each) for pair, each in zip(pairs, whole, strict=True))
 
 

@@ -96,15 +96,13 @@ def test_micro_batches_count_by_their_weights() -> None:
     statistics.finish(taken[0] + taken[1])
     mean = (5 * rows(0).mean(0) + 3 * rows(1).mean(0)) / 8
     torch.testing.assert_close(layer.running_mean, 0.1 * mean)
+    assert int(layer.num_batches_tracked) == 1
 
 
 class Foreign(nn.BatchNorm1d):
     """A forward of its own, which puts other tensors in the place of the buffers."""
 
     def forward(self, input: Tensor) -> Tensor:
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
         self.running_mean = self.running_mean * (1 - (self.momentum or 0)) + (self.momentum or 0) * input.mean(0)
         self.num_batches_tracked = self.num_batches_tracked + 1
         return input * self.weight + self.bias

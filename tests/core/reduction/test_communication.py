@@ -63,11 +63,12 @@ def in_phases(phases: int, seen: list[str], result: Tensor) -> Transfer:
     return result
 
 
-def test_after_a_failed_transfer_every_later_one_fails_with_its_error() -> None:
-    def failing() -> Transfer:
-        yield
-        raise OSError("on purpose")
+def failing() -> Transfer:
+    yield
+    raise OSError("on purpose")
 
+
+def test_after_a_failed_transfer_every_later_one_fails_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     threads, seen = CommunicationThreads("exact-reduction", 2, CPU), list[str]()
     for transfer in (failing(), in_phases(1, seen, torch.ones(1)), in_phases(0, seen, torch.ones(1))):
         with pytest.raises(OSError, match="on purpose"):
@@ -75,6 +76,16 @@ def test_after_a_failed_transfer_every_later_one_fails_with_its_error() -> None:
     assert isinstance(threads.error, OSError)
     assert len(seen) <= 1
     assert threads.close()
+    use_threads(monkeypatch)
+
+    def errors(group: Any) -> str:
+        channel = Channel(group, CPU, None)
+        with pytest.raises(OSError, match="on purpose"):
+            channel.submit(failing(), torch.ones(1)).wait()
+        channel.close()
+        return str(channel.error)
+
+    assert on_threads(2, errors) == ["on purpose"] * 2
 
 
 def test_closing_does_not_wait_for_a_transfer_that_hangs() -> None:
@@ -109,27 +120,9 @@ def test_an_exchange_after_the_end_is_refused(monkeypatch: pytest.MonkeyPatch) -
         assert found == ["this reduction was closed: make another one to train on"] * 2
 
 
-def test_the_first_error_of_a_channel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_threads(monkeypatch)
-
-    def failing() -> Transfer:
-        yield from ()
-        raise OSError("on purpose")
-
-    def errors(group: Any) -> str:
-        channel = Channel(group, CPU, None)
-        with pytest.raises(OSError, match="on purpose"):
-            channel.submit(failing(), torch.ones(1)).wait()
-        channel.close()
-        return str(channel.error)
-
-    assert on_threads(2, errors) == ["on purpose"] * 2
-
-
 def timeouts() -> list[timedelta]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
     whole = dist.group.WORLD
-    assert whole is not None
     return [timeout_of(own_group(whole, CPU, timeout), CPU) for timeout in (None, timedelta(seconds=3))]
 
 

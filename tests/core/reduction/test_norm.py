@@ -43,19 +43,15 @@ def test_how_many_blocks_are_added_at_once_changes_no_bit(at_once: int, monkeypa
     expected = gradient_norm(trained)
     monkeypatch.setattr(norm_module, "_ON_CPU", at_once)
     assert torch.equal(gradient_norm(trained), expected)
-
-
-@pytest.mark.parametrize("blocks", range(6))
-def test_any_number_of_blocks_is_summed(blocks: int) -> None:
-    one = nn.Parameter(torch.ones(max(0, blocks * BLOCK - 5)))
-    one.grad = torch.ones_like(one)
-    assert gradient_norm([one]).item() == math.sqrt(one.numel())
+    for blocks in range(6):
+        one = nn.Parameter(torch.ones(max(0, blocks * BLOCK - 5)))
+        one.grad = torch.ones_like(one)
+        assert gradient_norm([one]).item() == math.sqrt(one.numel())
 
 
 def test_squares_of_large_numbers_do_not_overflow_and_nan_is_seen() -> None:
     trained = with_gradients(scale=1e30)
     assert gradient_norm(trained).isfinite()
-    assert trained[0].grad is not None
     trained[0].grad[1] = torch.nan
     assert gradient_norm(trained).isnan()
 

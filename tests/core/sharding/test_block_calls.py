@@ -59,26 +59,16 @@ def test_each_later_forward_repeats_the_first_one_of_its_mode() -> None:
 
 
 def test_in_the_first_forward_ranks_are_compared_before_each_gather() -> None:
-    def messages(group: Any) -> str:
-        net = Net()
-        BlockCalls(net, list(net.layers), group)
-        return told(net, [0, 1, 2] if group.rank() else [0, 1])
-
-    assert on_threads(3, messages) == ["its end and layers.2"] * 3
-
-
-def test_a_call_that_is_refused_gathers_nothing() -> None:
     """What gathers is a hook, too, and is there first."""
 
-    def gathered(group: Any) -> list[int]:
+    def gathered(group: Any) -> tuple[str, list[int]]:
         net, found = Net(), list[int]()
         for number, layer in enumerate(net.layers):
             layer.register_forward_pre_hook(lambda *_, number=number: found.append(number))
         BlockCalls(net, list(net.layers), group)
-        told(net, [0, 1 + group.rank()])
-        return found
+        return told(net, [0, 1, 2] if group.rank() else [0, 1]), found
 
-    assert on_threads(2, gathered) == [[0]] * 2
+    assert on_threads(3, gathered) == [("its end and layers.2", [0, 1])] * 3
 
 
 class Branches(Net):

@@ -132,6 +132,7 @@ def trained(made: Any, updates: torch.optim.Optimizer, owned: Any) -> list[Any]:
     found += [owned.whole_weights(), entries(owned.whole_state())]
     reduction.close()
     owned.close()
+    assert not any(each._post_accumulate_grad_hooks for each in made.parameters()), "nothing is left on the weights"
     return found
 
 
@@ -336,51 +337,34 @@ def test_weights_go_out_as_what_each_rank_owns_of_them() -> None:
         assert not parameter.requires_grad or sum(sizes[name] for sizes in ranks) == parameter.numel()
 
 
-def test_weights_that_are_left_out_or_reshaped_go_out_as_they_are() -> None:
-    def weights(group: Any) -> None:
-        other = Stored()
-        kept = OwnsPieces(other, optimizer(other), 2, process_group=group).own_weights()
-        assert isinstance(kept["usual"], CutTensor)
-        assert kept["reshaped"].tolist() == [[0.0, 1.0]]
-
-    on_thread_world(2, weights)
-
-
 def test_the_whole_of_a_state_is_put_together_on_the_first_rank() -> None:
     """Of a group that is not all ranks; one of them has nothing of some tensors, in two pieces others."""
+    forms: dict[str, tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]] = {
+        "exact": (torch.float64, (2,), (1,)),
+        "half": (torch.bfloat16, (4,), (1,)),
+        "none": (torch.float32, (0,), (1,)),
+        "turned": (torch.int64, (2, 3), (1, 2)),
+    }
+    pieces: list[dict[str, dict[int, list[float]]]] = [
+        {"exact": {}, "half": {0: [1.0], 3: [4.0]}, "none": {}, "turned": {0: [1.0, 2.0, 3.0]}},
+        {"exact": {0: [0.1, 0.2]}, "half": {1: [2.0, 3.0]}, "none": {}, "turned": {3: [4.0, 5.0, 6.0]}},
+    ]
 
     def together(world: Any) -> Any:
         group = dist.new_group([1, 2])
         if (rank := world.rank()) == 0:
             return None
-        pieces: list[dict[str, dict[int, list[float]]]] = [
-            {"exact": {}, "half": {0: [1.0], 3: [4.0]}, "none": {}, "turned": {0: [1.0, 2.0, 3.0]}},
-            {"exact": {0: [0.1, 0.2]}, "half": {1: [2.0, 3.0]}, "none": {}, "turned": {3: [4.0, 5.0, 6.0]}},
-        ]
-        forms: dict[str, Any] = {
-            "exact": (torch.float64, (2,), (1,)),
-            "half": (torch.bfloat16, (4,), (1,)),
-            "none": (torch.float32, (0,), (1,)),
-            "turned": (torch.int64, (2, 3), (1, 2)),
-        }
-        state: dict[str, Any] = {
-            name: CutTensor(
-                *form, {at: torch.tensor(values, dtype=form[0]) for at, values in pieces[rank - 1][name].items()}
-            )
-            for name, form in forms.items()
-        }
-        state["nested"] = [{"again": state["exact"]}, 7]
-        return whole_on_first(state, group)
+        state: dict[str, Any] = {}
+        for name, form in forms.items():
+            own = {at: torch.tensor(values, dtype=form[0]) for at, values in pieces[rank - 1][name].items()}
+            state[name] = CutTensor(*form, own)
+        return whole_on_first({**state, "nested": [{"again": state["exact"]}, 7]}, group)
 
     _, whole, nothing = on_thread_world(3, together)
     assert nothing is None
-    assert whole["exact"].dtype == torch.float64
-    assert whole["exact"].tolist() == [0.1, 0.2]
-    assert whole["half"].dtype == torch.bfloat16
-    assert whole["half"].tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert whole["none"].tolist() == []
-    assert whole["turned"].stride() == (1, 2)
-    assert whole["turned"].tolist() == [[1, 3, 5], [2, 4, 6]]
+    values = {"exact": [0.1, 0.2], "half": [1.0, 2.0, 3.0, 4.0], "none": [], "turned": [[1, 3, 5], [2, 4, 6]]}
+    for name, (dtype, _, strides) in forms.items():
+        assert (whole[name].dtype, whole[name].stride(), whole[name].tolist()) == (dtype, strides, values[name])
     assert whole["nested"] == [{"again": whole["exact"]}, 7]
     assert whole["nested"][0]["again"] is whole["exact"]
 

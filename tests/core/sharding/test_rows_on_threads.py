@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,11 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ddp_core.base.errors import UserError
+from ddp_core.checkpoint import CutTensor
+from ddp_core.sharding import OwnsPieces
 from ddp_core.sharding.rows import OwnsRows
 from tests.core.sharding.test_pieces_on_threads import STEPS, bits, trained
-from tests.core.sharding.thread_world import on_thread_world
+from tests.core.sharding.thread_world import GATHERS, on_thread_world
 
 
 class Sometimes(nn.Module):
@@ -33,7 +36,10 @@ class Sometimes(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks with rows that two or three ranks cannot share equally; not every micro-batch uses every parameter."""
+    """Blocks with rows that two or three ranks cannot share equally; not every micro-batch uses every parameter.
+
+    Outside of them a tied weight, one of a single row, a norm, and a state that is no tensor.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -45,10 +51,13 @@ class Net(nn.Module):
         self.signs, self.unused = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
         # Of several blocks of the norm, which ranks cut within.
         self.head = nn.Linear(37, 60, dtype=dtype)
-        self.register_buffer("steps", torch.zeros((), dtype=dtype))
+        self.first, self.again = (nn.Linear(6, 6, bias=False, dtype=dtype) for _ in range(2))
+        self.again.weight = self.first.weight
+        self.row, self.norm = nn.Parameter(torch.ones(1, 6, dtype=dtype)), nn.BatchNorm1d(6, dtype=dtype)
+        self.told = "at first"
 
     def forward(self, rows: Tensor, index: int) -> Tensor:
-        hidden = rows
+        hidden = self.again(self.norm(self.first(rows) * self.row))
         for layer in self.layers[:3]:
             hidden = torch.tanh(layer(hidden))
         hidden, more = self.layers[4](hidden, is_used=index == 3)
@@ -59,13 +68,19 @@ class Net(nn.Module):
     def loss(self, step: int, index: int) -> Tensor:
         """Of one micro-batch."""
         generator = torch.Generator().manual_seed(10 * step + index)
-        loss: Tensor = self(torch.randn(3, 6, generator=generator, dtype=self.steps.dtype), index)
+        loss: Tensor = self(torch.randn(3, 6, generator=generator, dtype=self.row.dtype), index)
         return loss
+
+    def get_extra_state(self) -> str:
+        return self.told
+
+    def set_extra_state(self, state: str) -> None:
+        self.told = state
 
 
 @functools.cache
-def net(dtype: torch.dtype) -> Net:
-    torch.manual_seed(0)
+def net(dtype: torch.dtype, seed: int = 0) -> Net:
+    torch.manual_seed(seed)
     return Net(dtype)
 
 
@@ -74,6 +89,7 @@ def made_before_the_ranks() -> None:
     """Ranks that are threads have one random generator."""
     for dtype in (torch.float32, torch.float64):
         net(dtype)
+    net(torch.float32, 1)
 
 
 def train(dtype: torch.dtype, group: Any) -> Any:
@@ -117,52 +133,34 @@ def test_rows_are_sent_as_the_nodes_lie_and_wait_as_they_were_told() -> None:
         return told
 
     wait = timedelta(seconds=9)
+    GATHERS.clear()
     assert on_thread_world(3, functools.partial(sent, (7, 7, 7))) == [(wait, (), "PartsInOneLevel")] * 3
     told = (wait, ((0, 1), (2,)), "PartsInOneLevel")
     assert on_thread_world(3, functools.partial(sent, (7, 7, 8))) == [told] * 3
     told = (wait, ((0, 1), (2, 3)), "PartsInTwoLevels")
     assert on_thread_world(4, functools.partial(sent, (7, 7, 8, 8))) == [told] * 4
+    assert [(torch.device("cpu"), wait)] * (3 + 3 + 4) == GATHERS, "gathers wait as long"
+
+
+def owns(module: nn.Module, micro_batches: int, group: Any, fewest_elements: int = 1) -> OwnsRows:
+    """Of a copy of the module this rank owns rows."""
+    made = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(made.parameters())
+    return OwnsRows(made, optimizer, micro_batches, process_group=group, fewest_elements=fewest_elements)
 
 
 @contextlib.contextmanager
-def in_rows(module: nn.Module, micro_batches: int, group: Any) -> Iterator[tuple[Any, OwnsRows]]:
-    """A copy of the module, of which this rank owns rows."""
-    made = copy.deepcopy(module)
-    owned = OwnsRows(made, torch.optim.SGD(made.parameters()), micro_batches, process_group=group, fewest_elements=1)
-    yield made, owned
+def in_rows(module: nn.Module, group: Any, micro_batches: int = 2) -> Iterator[tuple[Any, OwnsRows]]:
+    owned = owns(module, micro_batches, group)
+    yield owned.module, owned
     owned.reduction.close()  # what a backward has sent may still be on its way
     owned.close()
-
-
-def test_gradients_that_are_made_outside_of_a_micro_batch_are_refused() -> None:
-    def refused(group: Any) -> None:
-        with in_rows(net(torch.float32), 2, group) as (made, owned):
-            with owned.reduction.micro_batch(group.rank()):
-                made.loss(0, 0).backward()
-            with pytest.raises(RuntimeError, match=r"backward outside of ExactReduction\.micro_batch"):
-                made.loss(0, 0).backward()
-
-    on_thread_world(2, refused)
-
-
-def test_gradients_that_come_in_several_parts_are_refused() -> None:
-    def twice(made: Net) -> None:
-        made.loss(0, 0).backward()
-        made.loss(0, 0).backward()
-
-    def refused(group: Any) -> None:
-        with in_rows(net(torch.float32), 2, group) as (made, owned):
-            said = r"the block with .* hands over its gradients in several parts"
-            with pytest.raises(RuntimeError, match=said), owned.reduction.micro_batch(group.rank()):
-                twice(made)
-
-    on_thread_world(2, refused)
 
 
 def test_a_step_without_its_idle_pass_is_refused() -> None:
     def refused(group: Any) -> None:
         said = ("micro-batch 0 of range.* has not been run", "this rank has not run the step's idle pass")[group.rank()]
-        with in_rows(net(torch.float32), 3, group) as (_, owned):
+        with in_rows(net(torch.float32), group, 3) as (_, owned):
             owned.reduction.begin(1)
             with pytest.raises(RuntimeError, match=said):
                 owned.reduction.finish()
@@ -195,31 +193,6 @@ class Experts(nn.Module):
         return outputs[chosen]
 
 
-def test_a_block_that_is_used_without_a_call_is_refused() -> None:
-    aside = Aside()
-
-    def refused(group: Any) -> None:
-        with in_rows(aside, 2, group) as (made, owned):
-            said = "its forward uses the parameters of a module"
-            with pytest.raises(UserError, match=said), owned.reduction.micro_batch(group.rank()):
-                made(torch.ones(1, 4))
-
-    on_thread_world(2, refused)
-
-
-def test_a_loss_that_depends_on_other_blocks_is_refused() -> None:
-    """A backward would gather them in another sequence, and take the parameters of one for those of another."""
-    experts = Experts()
-
-    def refused(group: Any) -> None:
-        with in_rows(experts, 2, group) as (made, owned):
-            said = r"its backward comes to experts\.0 and experts\.2 in another sequence"
-            with pytest.raises(UserError, match=said), owned.reduction.micro_batch(group.rank()):
-                made(torch.ones(1, 4), 2 * group.rank()).sum().backward()
-
-    on_thread_world(2, refused)
-
-
 def test_the_ranks_of_a_group_need_not_be_all_ranks() -> None:
     def train_on_two(world: Any) -> Any:
         group = dist.new_group([1, 2])
@@ -228,3 +201,128 @@ def test_the_ranks_of_a_group_need_not_be_all_ranks() -> None:
     _, first, second = on_thread_world(3, train_on_two)
     assert list(map(bits, first)) == list(map(bits, train(torch.float64, None)))
     assert [each for each in second if each and "norm" not in each] == []
+
+
+def backward_of(number: int) -> Callable[[Any, int], Any]:
+    return lambda made, rank: made(torch.ones(1, 4), number * rank).sum().backward()
+
+
+def twice(made: Any, _: int) -> None:
+    made.loss(0, 0).backward()
+    made.loss(0, 0).backward()
+
+
+@pytest.mark.parametrize(
+    ("kind", "work", "error", "said"),
+    [
+        ("net", twice, RuntimeError, r"the block with .* hands over its gradients in several parts"),
+        (Aside, lambda made, _: made(torch.ones(1, 4)), UserError, "its forward uses the parameters of a module"),
+        # A backward would gather them in another sequence, and take the parameters of one for those of another.
+        (Experts, backward_of(2), UserError, r"its backward comes to experts\.0 and experts\.2 in another sequence"),
+    ],
+    ids=["in several parts", "without a call", "other blocks"],
+)
+def test_a_micro_batch_that_cannot_be_right_is_refused(
+    kind: Any, work: Callable[[Any, int], Any], error: type[Exception], said: str
+) -> None:
+    module = net(torch.float32) if kind == "net" else kind()
+
+    def refused(group: Any) -> None:
+        rank = group.rank()
+        with in_rows(module, group) as (made, own), pytest.raises(error, match=said), own.reduction.micro_batch(rank):
+            work(made, rank)
+
+    on_thread_world(2, refused)
+
+
+def test_gradients_that_are_made_outside_of_a_micro_batch_are_refused() -> None:
+    def refused(group: Any) -> None:
+        with in_rows(net(torch.float32), group) as (made, owned):
+            with owned.reduction.micro_batch(group.rank()):
+                made.loss(0, 0).backward()
+            with pytest.raises(RuntimeError, match=r"backward outside of ExactReduction\.micro_batch"):
+                made.loss(0, 0).backward()
+
+    on_thread_world(2, refused)
+
+
+def test_blocks_are_freed_after_a_forward_and_what_is_outside_of_them_is_not() -> None:
+    def check(group: Any) -> None:
+        with in_rows(net(torch.float32), group) as (made, _):
+            with torch.no_grad():
+                made.loss(0, 0)
+            assert not isinstance(made.row, DTensor)
+            assert all(isinstance(layer.weight, DTensor) for layer in made.layers[:3])
+
+    on_thread_world(2, check)
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
+    nets, mixed = [net(torch.float32), net(torch.float32, 1)], nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+
+    def check(group: Any) -> None:
+        def refused(said: str, action: Callable[[], Any], error: type[Exception] = ValueError) -> None:
+            with pytest.raises(error, match=said):
+                action()
+
+        def in_pieces() -> None:
+            made = copy.deepcopy(nets[0])
+            OwnsPieces(made, torch.optim.SGD(made.parameters()), 5, process_group=group)
+
+        rank, kinds = group.rank(), r"the parameters of this model cannot be sharded: .*dtype.*; or use shard mode grad"
+        refused(kinds, lambda: owns(mixed, 5, group, fewest_elements=99), UserError)
+        refused("micro_batches is 5 on rank 0, but 6 on rank 1", lambda: owns(nets[0], 5 + rank, group))
+        refused(" is another on rank 1 than on rank 0", lambda: owns(nets[rank], 5, group))
+        said = "shares is strided, in rows on rank 0, but contiguous, in "
+        refused(said, in_pieces if rank else lambda: owns(nets[0], 5, group))
+        refused("2 ranks", lambda: owns(nets[0], 1, group))
+
+    on_thread_world(2, check)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"norm.bias": None}, "norm.bias is in the state alone, or in the model alone"),
+        ({"a": torch.ones(1)}, "a is in the state alone, or in the model alone"),
+        ({"row": torch.ones(2, 6)}, r"row has the shape \[1, 6\], not \[2, 6\]"),
+    ],
+)
+def test_a_state_of_another_model_is_refused_by_name(change: dict[str, Any], said: str) -> None:
+    state = net(torch.float32).state_dict() | change
+
+    def load(group: Any) -> None:
+        with in_rows(net(torch.float32), group) as (_, owned), pytest.raises(ValueError, match=said):
+            owned.load_weights({name: value for name, value in state.items() if value is not None})
+
+    on_thread_world(2, load)
+
+
+def test_what_goes_out_has_the_names_and_kinds_of_one_process() -> None:
+    reference, other = net(torch.float32).state_dict(), net(torch.float32, 1).state_dict()
+    names = {name for name, _ in net(torch.float32).named_parameters(remove_duplicate=False)}
+    trained = {name for name in names if net(torch.float32).get_parameter(name).requires_grad}
+    loaded = other | {"_extra_state": "at last", "norm.running_mean": torch.ones(6)}
+
+    def check(group: Any) -> None:
+        with in_rows(net(torch.float32), group) as (made, owned):
+            weights = owned.described_weights()
+            assert list(weights) == list(reference)
+            for name, value in reference.items():
+                if isinstance(value, Tensor):
+                    assert (weights[name].dtype, weights[name].shape) == (value.dtype, value.shape), name
+                    assert weights[name].untyped_storage().nbytes() <= weights[name].element_size(), "no memory for it"
+                else:
+                    assert weights[name] == value
+            own = owned.own_weights()
+            assert own["first.weight"] is own["again.weight"]
+            assert {name for name, value in own.items() if isinstance(value, CutTensor)} == names
+            assert set(owned.trained) == trained
+            assert {each.name for each in owned.owned} == names - {"again.weight"}
+            owned.load_weights(loaded)
+            assert made.told == "at last"
+            found = owned.whole_weights()
+            assert group.rank() or list(found) == list(loaded)
+            assert bits(found) == (None if group.rank() else bits(loaded))
+
+    on_thread_world(2, check)

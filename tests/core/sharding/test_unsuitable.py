@@ -18,7 +18,6 @@ def clamped(gradient: Tensor) -> Tensor:
 
 
 def doubled(weight: Tensor) -> None:
-    assert weight.grad is not None
     weight.grad.mul_(2)
 
 
@@ -37,22 +36,22 @@ def test_a_hook_on_a_weight_is_not_lost_silently(put: Callable[[Tensor], Any]) -
     refuse_unsuitable(model)
 
 
-def test_a_weight_without_elements_is_refused() -> None:
+class Number(nn.Module):
+    """Its only parameter has no dimension, so that it has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.PReLU(0, init=0.0), Number(), nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)],
+    ids=["no elements", "no rows", "not row by row"],
+)
+def test_a_weight_without_elements_or_rows_is_refused(model: nn.Module) -> None:
     with refusing():
-        refuse_unsuitable(nn.Sequential(nn.PReLU(0, init=0.0), nn.Linear(3, 2)))
-
-
-def test_a_single_number_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(3, 3))
-    model.scale = nn.Parameter(torch.ones(()))  # type: ignore[assignment]
-    with refusing():
-        refuse_unsuitable(model)
-
-
-def test_a_weight_that_does_not_lie_row_by_row_is_refused() -> None:
-    model = nn.Sequential(nn.Conv2d(2, 2, 3)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    with refusing():
-        refuse_unsuitable(model)
+        refuse_unsuitable(nn.Sequential(nn.Linear(3, 2), model))
 
 
 def test_blocks_are_the_innermost_parts_of_containers_that_are_large_enough() -> None:

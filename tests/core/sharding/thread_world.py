@@ -20,6 +20,9 @@ from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGr
 
 from tests.support.thread_group import ThreadGroup, Wires
 
+GATHERS: list[Any] = []
+"""The device and the timeout of each group that was asked for to gather parameters."""
+
 
 def on_thread_world(world_size: int, function: Callable[[Any], Any]) -> list[Any]:
     """Call `function(group)` on each rank of a new group; the results by rank, or the error of the first that fails.
@@ -50,7 +53,7 @@ def on_thread_world(world_size: int, function: Callable[[Any], Any]) -> list[Any
         patch.setattr("ddp_core.reduction.communication.own_group", own_group)
         patch.setattr("ddp_core.reduction.communication.dist", ends)
         # Gathers of parameters need no group of their own where all of a rank's collectives are called by its thread.
-        patch.setattr("ddp_core.sharding.rows.own_group", lambda group, *_: group)
+        patch.setattr("ddp_core.sharding.rows.own_group", lambda group, *asked: GATHERS.append(asked) or group)
         patch.setattr("ddp_core.sharding.rows.gather_by_messages", lambda *_: None)
         patch.setattr("ddp_core.reduction.backends._backends", lambda _: {"cpu": "gloo"})
         _set_thread_isolation_mode(True)

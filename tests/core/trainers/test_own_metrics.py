@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
+from ddp_core.experiment.blame import unforeseen
 from ddp_core.trainers.own_metrics import OwnFigures, OwnMetrics
 from tests.support.wording import refusing
 
@@ -91,24 +92,15 @@ def test_the_function_itself_may_have_a_finish() -> None:
         figures(Finished(both, lambda sums: sums["total"]))
 
 
-@pytest.mark.parametrize(
-    ("own", "words"),
-    [
-        ({"f1": Finished}, ["f1 is the class Finished", "function of outputs and targets"]),
-        ({"f1": 3}, ["f1 is a int"]),
-        ({3: total}, ["names a metric 3", "a str"]),
-        ({"loss": total}, ["`loss`", "test_loss"]),
-        (lambda *batch: {"accuracy": 2}, ["`accuracy`"]),
-        ({"a_b": total, "a": lambda *batch: {"b": 2}}, ["two metrics give test_a_b"]),
-        ({"f1": Finished(total, lambda sums: "high")}, ["f1 is a str", "a number"]),
-        ({"f1": lambda *batch: "high"}, ["f1 is a str", "(sum, count)"]),
-    ],
-)
-def test_what_is_no_metric_is_refused(own: Any, words: list[str]) -> None:
-    with pytest.raises(UserError) as failure:
-        figures(own)
-    assert failure.value.exit_code == ExitCode.BAD_INPUT
-    assert all(word in str(failure.value) for word in words), str(failure.value)
+def test_what_is_no_metric_is_refused() -> None:
+    for own in (
+        *({"f1": Finished}, {"f1": 3}, {3: total}, {"loss": total}, lambda *batch: {"accuracy": 2}),
+        {"a_b": total, "a": lambda *batch: {"b": 2}},
+        {"f1": Finished(total, lambda sums: "high")},
+        {"f1": lambda *batch: "high"},
+    ):
+        with refusing():
+            figures(own)
 
 
 def test_a_finish_that_raises_is_the_users() -> None:
@@ -117,6 +109,4 @@ def test_a_finish_that_raises_is_the_users() -> None:
 
     with pytest.raises(KeyError) as failure:
         figures({"f1": Finished(total, fail)})
-    from ddp_core.experiment.blame import unforeseen
-
     assert unforeseen(failure.value)[0] == ExitCode.BAD_INPUT

@@ -131,18 +131,12 @@ class MakesRoom(LiveCollectives):
         return [value, self.is_other_asked] if isinstance(value, bool) else [value]
 
 
-def test_a_rank_that_nobody_has_asked_stops_with_the_others_and_says_so() -> None:
-    with trainer_of(experiment(), collectives=MakesRoom(is_other_asked=True)) as trainer:
-        with refusing(Stopped):
-            trainer.train()
-        assert trainer.state.step == trainer.saving.newest_step == 1
-
-
-def test_ranks_that_only_make_room_save_nothing() -> None:
-    with trainer_of(experiment(), collectives=MakesRoom(is_other_asked=False)) as trainer:
-        with pytest.raises(Regroup):
-            trainer.train()
-        assert (trainer.state.step, trainer.saving.newest_step) == (1, 0)
+def test_a_rank_that_nobody_has_asked_stops_with_the_others_and_where_room_is_only_made_saves_nothing() -> None:
+    for is_other_asked, end in ((True, Stopped), (False, Regroup)):
+        with trainer_of(experiment(), collectives=MakesRoom(is_other_asked)) as trainer:
+            with refusing(end):
+                trainer.train()
+            assert (trainer.state.step, trainer.saving.newest_step) == (1, int(is_other_asked))
 
 
 def test_a_stop_that_is_asked_for_after_the_update_is_met_although_room_is_to_be_made() -> None:
@@ -163,9 +157,6 @@ def test_a_stop_that_is_asked_for_after_the_update_is_met_although_room_is_to_be
 def _lived_in() -> TrainState:
     """A state of which every entry is another than in a fresh one."""
     state = _unlived_in()
-    assert state.scaler is not None
-    assert state.schedule is not None
-    assert state.average is not None
     for _ in range(2):
         loss = state.model(samples(4).inputs).square().sum()
         state.scaler.scale(loss).backward()
@@ -249,12 +240,10 @@ class Recorder(StepObserver):
         self._note("skipped", batch.step)
 
     def after_step(self, batch: StepBatch) -> None:
-        assert self.trainer is not None
         assert self.trainer.state.step == batch.step + 1
         self._note("after_step", batch.step)
 
     def _note(self, moment: str, step: int) -> None:
-        assert self.trainer is not None
         self.seen.append((moment, step))
         self.weights.append(weights_digest(self.trainer.state.model.state_dict()))
 
@@ -306,7 +295,6 @@ def test_a_skipped_step_is_told_and_changes_neither_weights_nor_buffers(
     assert [report.is_finite for report in recorder.reports] == [True, True, False, True]
     assert "step skipped" in capsys.readouterr().out
     last = recorder.trainer.state.position.last_epoch_loss
-    assert last is not None
     assert math.isfinite(last)
     before, after = (recorder.weights[recorder.seen.index((moment, 2))] for moment in ("before_step", "after_step"))
     assert after == before

