@@ -7,33 +7,32 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import ddp, train
-from tests.support.layout_cases import FILES
+
+TEXT = """
+from torch import nn
+import torch
+from ddp_core import Component, Experiment
+
+def model():
+    layers = nn.Sequential(nn.Linear(10, 24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 1))
+    {}
+    return layers
+
+experiment = Experiment(
+    name="mine", data=Component(name="toy_data"), loss="mean_squared_error", global_batch_size=8, micro_batch=2,
+    max_steps=3,
+)
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # every process compiles for itself
 def test_a_compiled_model_has_one_digest(tmp_path: Path) -> None:
-    short = [FILES / "compiled.py", "--set", "max_steps=3"]
-    alone = train(tmp_path / "single", *short)
-    ranks = train(tmp_path / "ddp", *short, ranks=2)
+    (tmp_path / "mine.py").write_text(TEXT.format("layers.compile()"))
+    alone, ranks = (train(tmp_path / str(count), tmp_path / "mine.py", ranks=count) for count in (0, 2))
     assert alone["weights_sha256"] == ranks["weights_sha256"]
 
 
-TEXT = """
-import torch
-from torch import nn
-from ddp_core import Component, Experiment
-
-def model():
-    layers = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 1))
-    {}
-    return layers
-
-experiment = Experiment(
-    name="mine", data=Component(name="toy_data"), loss="mean_squared_error", global_batch_size=8, micro_batch=4,
-    max_steps=1,
-)
-"""
 PART = 'layers[0] = torch.compile(layers[0], backend="eager")'
 
 

@@ -66,8 +66,9 @@ def _train(rank: int, world_size: int, output: Path, off: str, words: tuple[str,
         return quick.main(["train", *words, "--device", "cpu", "--rehearsal", "on", "--output", str(output)])
 
 
-def file(name: str, kind: str = "") -> tuple[str, ...]:
-    return (str(FILES / f"{name}.py"), *(("--set", f"model.kind={kind}") if kind else ()))
+def file(name: str, kind: str) -> tuple[str, ...]:
+    files = Path(__file__).parents[1] / "distributed" / "experiment_files"
+    return (str(files / f"{name}.py"), "--set", f"model.kind={kind}")
 
 
 def case(off: str, *words: str, habit: str = "", fast: bool = False) -> Any:
@@ -77,7 +78,7 @@ def case(off: str, *words: str, habit: str = "", fast: bool = False) -> Any:
 
 
 NOBODY = "what nobody foresaw"
-FOREIGN = file("foreign_code")
+FOREIGN = (str(FILES / "foreign_code.py"),)
 
 
 @pytest.mark.full
