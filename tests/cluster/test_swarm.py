@@ -147,10 +147,6 @@ class Training:
 
         self._await(lambda: steps() >= count, f"{count} steps")
 
-    def await_ranks(self, count: int) -> None:
-        """Wait until so many ranks train."""
-        self._await(lambda: bool(list(self.output.glob(f"*/*/heartbeats/rank-{count - 1}.json"))), f"{count} ranks")
-
     def await_status(self, status: str) -> dict[str, Any]:
         """Wait until its record has this status; return the record."""
         self._await(lambda: self.record.get("status") == status, f"a run that is {status}")
@@ -234,18 +230,6 @@ def test_a_stopped_run_has_saved_and_continues(swarm: Swarm, stack_file: Path, e
         record = started.await_status("completed")
         assert "resumed at step" in started.said()
     assert record["weights_sha256"] == expected
-
-
-@pytest.mark.slow
-def test_a_container_comes_and_another_goes(swarm: Swarm, stack_file: Path, expected: str, tmp_path: Path) -> None:
-    with training(swarm, stack_file, tmp_path / "outputs", NPROC_PER_NODE="1", NODES="1", NNODES="1:3") as started:
-        started.await_steps(25)
-        started.scale(2)
-        started.await_ranks(2)
-        wait_until(lambda: "joined after step" in started.said(), SECONDS, "the second container joins")
-        started.scale(1)
-        record = started.await_status("completed")
-    assert (record["weights_sha256"], record["layout"]["label"]) == (expected, "ddp-1x1-cpu")
 
 
 @pytest.mark.slow

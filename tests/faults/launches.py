@@ -17,7 +17,7 @@ import psutil
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.distributed.world import free_port
 from ddp_core.record.directory import RunDirectory
-from tests.faults.scenarios import Event
+from tests.faults.scenarios import Event, Place
 from tests.support.commands import Ended, ddp, forked, trained, wait_until
 from tests.support.processes import HANG
 
@@ -134,7 +134,7 @@ def nodes(
         yield [start() for _ in range(count)], start, store
 
 
-class Processes:
+class Processes(Place):
     """The place of scenarios where a node is a launch of this machine."""
 
     def __init__(self, output: Path, launches: Iterable[Launch], start: Callable[[], Launch], store: Store) -> None:
@@ -214,17 +214,8 @@ class Processes:
         """What each launch has said that is here."""
         return {launch: launch.output() + launch.errors() for launch in self.here}
 
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait until this is so."""
-        wait_until(lambda: bool(condition()), HANG, what)
-
     def step(self) -> int:
-        """The last step in metrics.jsonl."""
         return self._watch.step()
-
-    def nnodes(self) -> int:
-        """On how many nodes the run trains, by its record."""
-        return int(trained(self.output)[1]["attempts"][-1]["layout"]["nnodes"])
 
     def new_step(self, since: float) -> float:
         """Wait for a resume after the moment `since`, then for a step; the seconds until then."""
