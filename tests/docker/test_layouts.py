@@ -1,8 +1,6 @@
-"""Each layout in a container of its own, and the GPU services on a machine without a GPU."""
+"""What an image and a service are told from outside: settings, and the commit."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import docker
 import pytest
@@ -10,26 +8,6 @@ import pytest
 from tests.docker.conftest import Project
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
-
-QUICK = "--set epochs=1"
-NO_GPU = not Path("/proc/driver/nvidia").exists()
-
-
-@pytest.mark.slow
-def test_every_cpu_layout_and_a_gpu_layout_on_cpu_train_to_the_same_weights(project: Project) -> None:
-    project.files = ("compose.yaml", "compose.cpu.yaml")
-    for service in ("single-cpu", "dp-cpu", "ddp-cpu", "ddp-4gpu"):
-        done = project.up(service, DDP_OPTIONS=QUICK)
-        assert done.returncode == 0, f"{service}: {done.stdout}{done.stderr}"
-    records = project.records()
-    assert sorted(record["layout"]["label"] for record in records) == [
-        "ddp-1x2-cpu",
-        "ddp-1x4-cpu",
-        "dp-2-cpu",
-        "single-cpu",
-    ]
-    assert {record["status"] for record in records} == {"completed"}
-    assert len({record["weights_sha256"] for record in records}) == 1
 
 
 def test_experiment_and_quoted_options_come_through_the_environment(project: Project) -> None:
@@ -39,23 +17,6 @@ def test_experiment_and_quoted_options_come_through_the_environment(project: Pro
     (record,) = project.records()
     assert record["experiment"]["global_batch_size"] == 32
     assert record["experiment"]["model"]["options"]["width"] == 8
-
-
-@pytest.mark.skipif(not NO_GPU, reason="this machine has an NVIDIA driver")
-@pytest.mark.parametrize("identity", ["detected", "known"])
-def test_gpu_service_without_gpus_says_what_is_missing_and_the_way_out(
-    project: Project, image_for_gpus: str, identity: str
-) -> None:
-    """In what Compose itself prints, because it does not show what the other services print."""
-    done = project.up("ddp-4gpu", DDP_IDENTITY=identity)
-    assert done.returncode != 0
-    # Compose sometimes adds a line of its own, "Gracefully stopping...".
-    (line,) = [line for line in done.stderr.splitlines() if "exit 4" in line]
-    assert "nvidia-gpu" in line
-    assert "-f_compose.yaml_-f_compose.cpu.yaml" in line
-    assert "OCI runtime" not in done.stderr
-    assert "could not select device driver" not in done.stderr
-    assert project.records() == []
 
 
 def test_an_image_knows_the_commit_that_it_was_built_with(project: Project, engine: docker.DockerClient) -> None:

@@ -42,7 +42,7 @@ def main(folders: list[str]) -> int:
 def run_tests(folder: Path) -> int:
     """Run every test that the matrix names, with records in `folder`; return pytest's exit code."""
     tests = sorted({test for row in ROWS for test in row.tests})
-    words = ["-p", "tests.faults.recording", "-q", *tests]
+    words = ["-p", "tests.faults.matrix", "-q", *tests]
     settings = os.environ | {RECORDS: str(folder)}
     return subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=settings, check=False).returncode
 
