@@ -72,7 +72,6 @@ ALSO: dict[str, tuple[int, ...]] = {
     "tests/distributed/test_layouts.py::test_plain_reduction_with_a_ragged_end_leaves_nobody_waiting": (17,),
     "tests/core/distributed/test_stop.py::test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened": (28, 29),
     "tests/core/record/test_run_lock.py::test_the_second_run_in_a_directory_is_told_who_holds_it": (30,),
-    "tests/distributed/test_resume.py::test_killed_three_times_on_other_layouts": (32,),
 }
 """Tests of rows that record nothing, or whose source does not say for which row."""
 

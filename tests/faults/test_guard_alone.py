@@ -13,19 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
-from ddp_core.adapters.dealing import deal
 from ddp_core.base.errors import ExitCode
 from ddp_core.record.directory import find_runs
-from tests.adapters.test_keyed_loading import Noise, masked
-from tests.adapters.test_repeat_check import Net, train
 from tests.support import quick
 from tests.support.commands import LAUNCHER_VARIABLES
 from tests.support.layout_cases import FILES
 from tests.support.processes import run_processes
-from tests.support.wording import refusing
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -102,27 +96,3 @@ def test_it_is_found_with_its_mend_switched_off(tmp_path: Path, off: str, words:
     code, said = run(tmp_path, off, words, habit)
     assert (code, "Traceback" in said) == (ExitCode.BAD_INPUT, False), (code, said)
     assert not any(record["status"] == "completed" for _, record in find_runs(tmp_path))
-
-
-# Under the adapters.
-class Unkeyed:
-    """Seeds nothing, in the place of MicroBatchSeed."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    begin = __call__ = update = nothing
-
-
-def test_a_loader_that_is_not_keyed_is_found_by_reading_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_core.adapters.keyed_loading.MicroBatchSeed", Unkeyed)
-    loader = deal(DataLoader(Noise(), 5, collate_fn=masked), 6, 0, 0, 2)
-    with refusing():
-        list(loader)
-
-
-def test_a_model_whose_draws_are_not_keyed_is_found_by_computing_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_core.adapters.micro_steps.MicroBatchSeed", Unkeyed)
-    with torch.random.fork_rng():
-        said, _ = train(Net)
-    assert "computes it again, so it does not follow from the weights, the micro-batch and the step alone" in said

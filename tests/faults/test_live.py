@@ -12,7 +12,7 @@ import pytest
 
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.directory import RunDirectory
-from tests.faults.launches import DOTS, Launch, Watch, check_aftermath, train_words, undisturbed
+from tests.faults.launches import DOTS, Watch, check_aftermath, launched, train_words, undisturbed
 from tests.faults.scenarios import Scenario, check_no_step_again, on
 from tests.support.commands import Ended, ddp, trained, wait_until
 from tests.support.processes import HANG
@@ -172,12 +172,12 @@ def test_each_process_reads_the_data_once_and_a_new_one_before_it_joins(tmp_path
     words = train_words(
         watch.output, "--recovery", "live", "--timeout", "20", "--guard", "off", ranks=3, experiment=file
     )
-    with Launch(*words, pause=0.05) as launch:
+    with launched(*words, pause=0.05) as launch:
         watch.wait_for_step(10)
         launch.workers()[0].kill()
         wait_until(lambda: len(watch.records("resume")) > 1, HANG, "a new worker joins")
         workers = {str(process.pid) for process in launch.workers().values()}
-        ended = launch.wait()
+        ended = launch.end()
     assert ended.code == 0, ended.errors
     assert len(workers) == 3
     assert {pid: count for pid, count in Counter(built.read_text().split()).items() if pid in workers} == dict.fromkeys(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_core.record.directory import find_runs
-from tests.faults.launches import DOTS, Launch, Watch, train_words
+from tests.faults.launches import DOTS, Watch, launched, train_words
 from tests.faults.matrix import COMMAND, record_row
 from tests.support.commands import Ended, ddp, running, trained
 
@@ -72,7 +72,7 @@ def test_a_process_group_on_a_port_in_use(tmp_path: Path, taken: int) -> None:
 
 
 def test_a_second_run_in_a_directory_is_told_who_is_there(tmp_path: Path) -> None:
-    with Launch(*train_words(tmp_path, "--layout", "single", ranks=1), pause=0.05) as launch:
+    with launched(*train_words(tmp_path, "--layout", "single", ranks=1), pause=0.05) as launch:
         Watch(tmp_path).wait_for_step(2)
         directory, _ = trained(tmp_path)
         words = ["train", DOTS, "--device", "cpu", "--output", tmp_path, "--resume", directory.path]
@@ -87,7 +87,7 @@ def test_a_second_run_in_a_directory_is_told_who_is_there(tmp_path: Path) -> Non
 
 
 def test_a_second_launch_beside_a_live_run_trains_only_where_it_is_told_to(tmp_path: Path) -> None:
-    with Launch(*train_words(tmp_path, "--layout", "single", ranks=1), pause=600) as launch:
+    with launched(*train_words(tmp_path, "--layout", "single", ranks=1), pause=600) as launch:
         Watch(tmp_path).wait_for_record()
         directory, _ = trained(tmp_path)
         words = ["train", DOTS, "--device", "cpu", "--output", tmp_path]

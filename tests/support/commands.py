@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -77,8 +77,20 @@ class Forked:
         return self._process.is_alive()
 
 
+def forked(
+    *words: object, env: Mapping[str, str] | None = None, module: str = "ddp_core.cli"
+) -> contextlib.AbstractContextManager[Forked]:
+    """As `forked_as`, without more methods."""
+    return forked_as(Forked, *words, env=env, module=module)
+
+
+AnyForked = TypeVar("AnyForked", bound=Forked)
+
+
 @contextlib.contextmanager
-def forked(*words: object, env: Mapping[str, str] | None = None, module: str = "ddp_core.cli") -> Iterator[Forked]:
+def forked_as(
+    kind: type[AnyForked], *words: object, env: Mapping[str, str] | None = None, module: str = "ddp_core.cli"
+) -> Iterator[AnyForked]:
     """Run `ddp WORDS`, or the `main` of another `module`, in a fork of the server, where torch is already loaded.
 
     The command is killed when the block ends. Raises AssertionError if it leaves a process behind.
@@ -90,7 +102,7 @@ def forked(*words: object, env: Mapping[str, str] | None = None, module: str = "
         child = CONTEXT.Process(target=_enter, args=(module, plain, settings, scratch))
         child.start()
         try:
-            yield Forked(child, Path(scratch), plain)
+            yield kind(child, Path(scratch), plain)
         finally:
             if child.is_alive():
                 child.kill()
