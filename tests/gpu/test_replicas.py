@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from itertools import product
 from pathlib import Path
 
@@ -14,14 +13,11 @@ from torch import nn
 
 from ddp_core.base.errors import ExitCode
 from ddp_core.base.seeds import share_of
-from ddp_core.config.experiment import Component, Experiment
 from ddp_core.distributed.process_group import local_device, process_group
 from ddp_core.distributed.world import World
-from ddp_core.model.losses import cross_entropy
 from ddp_core.reduction import ExactReduction, OrderedSum
 from ddp_core.reduction.backends import goes_through_host
 from ddp_core.reduction.parts import parts_on
-from ddp_core.trainers.passes import InPrecision, Passes
 from tests.distributed.exact_cases import sum_in_rounds
 from tests.distributed.level_cases import leaves_of, subtrees
 from tests.support.commands import command, trained
@@ -105,29 +101,6 @@ def _contexts(rank: int, world_size: int) -> list[int]:
 @pytest.mark.gpu2
 def test_no_rank_touches_another_ranks_gpu() -> None:
     assert run_processes(_contexts, 2, timeout=500) == [[0], [1]]
-
-
-def _backend_with_one_gpu_each(rank: int, world_size: int) -> str:
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
-    world = World.from_environment()
-    with process_group(world, local_device(world, "cuda"), 120):
-        return str(dist.get_backend_config())
-
-
-@pytest.mark.gpu2
-def test_ranks_that_see_one_gpu_each_take_nccl() -> None:
-    assert run_processes(_backend_with_one_gpu_each, 2, timeout=500) == ["cpu:gloo,cuda:nccl"] * 2
-
-
-@pytest.mark.gpu2
-def test_nn_data_parallel_keeps_the_precision_in_its_threads() -> None:
-    part = Component(name="here")
-    record = Experiment(name="mine", model=part, data=part, global_batch_size=4, micro_batch=2, precision="bf16")
-    devices = [torch.device("cuda", number) for number in range(2)]
-    passes = Passes(record, cross_entropy, devices[0])
-    net = nn.Linear(64, 64).to(devices[0])
-    outputs = nn.DataParallel(InPrecision(net, passes), devices)(torch.ones(4, 64, device=devices[0]))
-    assert outputs.dtype == torch.bfloat16
 
 
 @pytest.mark.gpu2
