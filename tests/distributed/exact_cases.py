@@ -297,10 +297,6 @@ def fail_on_one_rank(rank: int, world_size: int, where: str, shares: Shares, nod
                         getattr(exact._shares, "_parts", exact).fold = _fail
                     loss.backward()
             exact.finish()
-            if failing and where == "update":
-                optimizer.register_step_pre_hook(_fail)
-            if failing and where == "gather":
-                owned.gather_parameters = _fail  # type: ignore[union-attr, method-assign]
             optimizer.step()
     except RuntimeError as error:
         message = str(error)

@@ -10,9 +10,8 @@ import pytest
 from ddp_core.cli.compare import facts
 from ddp_core.record.reading import Run
 from tests.support.commands import Ended, ddp, train, trained
-from tests.support.layout_cases import FILES
 
-STOPS = str(FILES / "stops.py")
+STOPS = str(Path(__file__).with_name("experiment_files") / "stops.py")
 DP = ("--layout", "dp", "--nproc-per-node", "2")
 DDP = ("--layout", "ddp", "--nproc-per-node", "2")
 EARLY = {"step": 12, "of": 160}

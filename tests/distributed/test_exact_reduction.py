@@ -59,14 +59,7 @@ def test_a_missing_gradient_leaves_even_the_sign_of_a_zero(world_size: int) -> N
         ("exchange", "contiguous", 2, False),
         *(
             pytest.param(where, shares, 1, True, marks=pytest.mark.slow)
-            for where, shares in (
-                ("forward", "contiguous"),
-                ("between backwards", "strided"),
-                ("exchange", "contiguous"),
-                ("exchange", "strided"),
-                ("update", "strided"),
-                ("gather", "contiguous"),
-            )
+            for where, shares in (("between backwards", "strided"), ("exchange", "contiguous"), ("exchange", "strided"))
         ),
     ],
 )

@@ -18,7 +18,6 @@ from ddp_core.base.errors import ExitCode
 from ddp_core.record.directory import find_runs
 from tests.support import quick
 from tests.support.commands import LAUNCHER_VARIABLES
-from tests.support.layout_cases import FILES
 from tests.support.processes import run_processes
 
 
@@ -40,6 +39,7 @@ OFF: Mapping[str, Mapping[str, Any]] = {
 DP = ("--layout", "dp", "--nproc-per-node", "3")
 DDP = ("--layout", "ddp", "--nproc-per-node", "2")
 STRICT = ("--guard", "strict")
+TESTS = Path(__file__).parents[1]
 
 
 def run(output: Path, off: str, words: tuple[str, ...], habit: str) -> tuple[int, str]:
@@ -61,8 +61,7 @@ def _train(rank: int, world_size: int, output: Path, off: str, words: tuple[str,
 
 
 def file(name: str, kind: str) -> tuple[str, ...]:
-    files = Path(__file__).parents[1] / "distributed" / "experiment_files"
-    return (str(files / f"{name}.py"), "--set", f"model.kind={kind}")
+    return (str(TESTS / "distributed" / "experiment_files" / f"{name}.py"), "--set", f"model.kind={kind}")
 
 
 def case(off: str, *words: str, habit: str = "", fast: bool = False) -> Any:
@@ -72,7 +71,7 @@ def case(off: str, *words: str, habit: str = "", fast: bool = False) -> Any:
 
 
 NOBODY = "what nobody foresaw"
-FOREIGN = (str(FILES / "foreign_code.py"),)
+FOREIGN = (str(TESTS / "core" / "run" / "experiment_files" / "foreign_code.py"),)
 
 
 @pytest.mark.full
