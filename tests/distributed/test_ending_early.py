@@ -80,14 +80,6 @@ def test_verify_says_where_the_end_is_another_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [DP, *([*DDP, "--shard", mode] for mode in ("optimizer", "parameters"))])
-def test_the_same_end_on_every_layout(
-    alone: tuple[Run, tuple[Any, ...]], tmp_path: Path, words: tuple[str, ...]
-) -> None:
-    assert ended(train(tmp_path, STOPS, *words)) == alone[1]
-
-
-@pytest.mark.slow
 def test_a_run_that_ended_early_is_extended_by_a_longer_one_alone(tmp_path: Path) -> None:
     train(tmp_path, STOPS)
     again = train(tmp_path, STOPS, "--resume", str(trained(tmp_path)[0].path))

@@ -13,10 +13,9 @@ from ddp_core.base.digests import optimizer_digest, weights_digest
 from ddp_core.checkpoint import load, newest_valid
 from ddp_core.config.layout import SHARD_MODES, ShardMode
 from tests.distributed.resuming import WORDS, check_whole, kill_at
-from tests.distributed.test_every_name import facts
 from tests.distributed.test_layouts import train_on_two_nodes
 from tests.support.commands import train, trained
-from tests.support.layout_cases import ADAMW_MLP, EVERY_KIND, EVERY_NAME, EXACT, digests
+from tests.support.layout_cases import ADAMW_MLP, EVERY_KIND, EXACT, digests
 
 CASES = {
     **EXACT,
@@ -54,26 +53,6 @@ def test_two_nodes_of_two_ranks_end_with_the_bits_of_one_process(tmp_path: Path,
     record = trained(tmp_path)[1]
     assert record["layout"]["label"] == "ddp-2x2-cpu" + f"-shard-{shard}" * (shard != "none")
     assert (record["weights_sha256"], record["optimizer_sha256"]) == alone()[name]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("words", [[EVERY_KIND, "--set", "ema_decay=0.9"], [EVERY_NAME]], ids=["tied", "with buffers"])
-def test_averages_end_with_the_same_bits(tmp_path: Path, words: list[str]) -> None:
-    expected = facts(train(tmp_path / "single", *words)), saved_average(tmp_path / "single")
-    replicas = train(tmp_path / "dp", *words, "--layout", "dp", "--nproc-per-node", "2")
-    assert (facts(replicas), saved_average(tmp_path / "dp")) == expected
-    for shard in ("optimizer", "gradients"):  # averages need whole weights
-        for ranks in (2, 3):
-            record = train(tmp_path / f"{shard}-{ranks}", *words, "--shard", shard, ranks=ranks)
-            assert (facts(record), saved_average(tmp_path / f"{shard}-{ranks}")) == expected
-
-
-def saved_average(output: Path) -> str:
-    """The digest of the averaged weights in the newest checkpoint."""
-    checkpoint = newest_valid(trained(output)[0].checkpoints)
-    assert checkpoint is not None
-    return weights_digest(load(checkpoint)["average"])
 
 
 @pytest.mark.timeout(900)

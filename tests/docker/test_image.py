@@ -1,4 +1,4 @@
-"""What the image brings by itself: labels, what it prints, its health check, and numbers that are published."""
+"""What the image brings by itself, and what it and its services are told from outside."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.docker.conftest import ROOT, Project
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
 DIGEST = "73d786576316"
 """Of the weights of `digits` on every layout; README has it."""
@@ -60,3 +60,26 @@ def test_packages_of_ones_own_come_into_the_image(project: Project, engine: dock
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("2.")
     engine.images.remove("samebits-cpu:extra")
+
+
+def test_experiment_and_quoted_options_come_through_the_environment(project: Project) -> None:
+    options = "--set 'epochs=1' --set global_batch_size=32 --set 'model.width=8'"
+    done = project.up("single-cpu", EXPERIMENT="digits", DDP_OPTIONS=options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = project.records()
+    assert record["experiment"]["global_batch_size"] == 32
+    assert record["experiment"]["model"]["options"]["width"] == 8
+
+
+def test_an_image_knows_the_commit_that_it_was_built_with(project: Project, engine: docker.DockerClient) -> None:
+    """The whole suite runs in the image that Compose builds alone: test_readme_commands.py."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    project.variables |= {"GIT_COMMIT": commit, "GIT_DIRTY": "false", "IMAGE_TAG": "commit"}
+    built = project.compose("build", "--quiet", "test", timeout=300)
+    assert built.returncode == 0, built.stderr
+    shown = project.compose("run", "--rm", "test", "ddp", "--version")
+    assert f" (commit {commit[:12]}), torch " in shown.stdout, shown.stdout + shown.stderr
+    tests = ("tests/core/cli/test_help.py", "tests/core/record/test_environment.py")
+    done = project.compose("run", "--rm", "test", "pytest", *tests, "-p", "no:cacheprovider")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    engine.images.remove("samebits-test:commit")

@@ -16,8 +16,7 @@ import pytest
 
 from tests.faults.launches import Watch, check_aftermath, launched, train_words
 from tests.faults.matrix import record_row
-from tests.faults.workers import run_workers
-from tests.support.commands import Ended, wait_until
+from tests.support.commands import Ended, run_workers, wait_until
 from tests.support.mounts import ext4, see_instead, shut_down, tmpfs
 from tests.support.processes import HANG
 

@@ -7,11 +7,9 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
-from ddp_core.config.layout import SHARD_MODES, ShardMode
 from ddp_core.distributed.processes import state_of
 from ddp_core.observe.metrics import read_metrics
 from tests.faults.launches import (
@@ -24,8 +22,7 @@ from tests.faults.launches import (
     undisturbed,
 )
 from tests.faults.matrix import AGAIN, LATE, NOTICED, record_row
-from tests.faults.workers import run_workers
-from tests.support.commands import Ended, ddp, trained, wait_until
+from tests.support.commands import Ended, ddp, run_workers, trained, wait_until
 from tests.support.processes import HANG
 
 PAUSE = 0.002
@@ -33,11 +30,6 @@ RESTART = ("--recovery", "restart")
 KILLED = (
     "ddp: rank {} (node 0) was killed (SIGKILL)\n"
     "ddp: starting the workers again from the last checkpoint (2 more restarts allowed)\n"
-)
-
-
-each_share = pytest.mark.parametrize(
-    "shard", ["none", *(pytest.param(mode, marks=pytest.mark.slow) for mode in SHARD_MODES)]
 )
 
 
@@ -54,8 +46,8 @@ def struck(output: Path, fault: str, word: str, *words: str, ranks: int) -> tupl
 
 
 @pytest.mark.full
-@each_share
-def test_a_killed_worker_is_replaced(tmp_path: Path, digest: str, shard: ShardMode | Literal["none"]) -> None:
+@pytest.mark.parametrize("shard", ["none", pytest.param("parameters", marks=pytest.mark.slow)])
+def test_a_killed_worker_is_replaced(tmp_path: Path, digest: str, shard: str) -> None:
     words = ("--shard", shard, *RESTART)
     ended, noticed, recovered = struck(tmp_path, "kill@30:1", "killed", *words, ranks=2 if shard == "none" else 3)
     assert ended.errors == KILLED.format(1)
@@ -66,14 +58,12 @@ def test_a_killed_worker_is_replaced(tmp_path: Path, digest: str, shard: ShardMo
 
 
 @pytest.mark.slow
-@each_share
-def test_a_stopped_worker_is_replaced(tmp_path: Path, digest: str, shard: ShardMode | Literal["none"]) -> None:
-    words = ("--shard", shard, *RESTART, "--timeout", "3")
-    ended, noticed, recovered = struck(tmp_path, "pause@30:1", "is stopped", *words, ranks=2 if shard == "none" else 3)
+def test_a_stopped_worker_is_replaced(tmp_path: Path, digest: str) -> None:
+    ended, noticed, recovered = struck(tmp_path, "pause@30:1", "is stopped", *RESTART, "--timeout", "3", ranks=2)
     assert "rank 1 (node 0) is stopped; it is killed now" in ended.errors
     assert noticed > 3
     check_aftermath(tmp_path, digest)
-    said = f"worker, --shard {shard}: noticed {noticed - 3:.1f} s after the timeout, same weights"
+    said = f"worker: noticed {noticed - 3:.1f} s after the timeout, same weights"
     record_row(5, said, {LATE: noticed - 3, AGAIN: recovered})
 
 

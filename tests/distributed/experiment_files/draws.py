@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor, nn, randint, randn
 
-from ddp_core import Component, Experiment
+from ddp_core import Experiment
 
 SETTINGS = {
     "loss": "cross_entropy",
@@ -79,4 +79,4 @@ def optimizer(model: Drawing) -> torch.optim.Optimizer:
     return (Langevin if model.kind == "optimizer" else torch.optim.SGD)(model.parameters(), lr=0.05)
 
 
-experiment = Experiment(name="draws", model=Component(name="model"), data=Component(name="data"), **SETTINGS)
+experiment = Experiment(name="draws", **SETTINGS)

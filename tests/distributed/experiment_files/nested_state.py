@@ -55,10 +55,8 @@ def model() -> nn.Module:
 
 experiment = Experiment(
     name="nested_state",
-    model=Component(name="model"),
     data=Component(name="toy_data", options={"size": 64}),
     loss="mean_squared_error",
-    optimizer=Component(name="optimizer"),
     global_batch_size=16,
     micro_batch=4,
     epochs=2,

@@ -34,7 +34,6 @@ def model(width: int = 67) -> nn.Module:
 
 experiment = Experiment(
     name="every_kind",
-    model=Component(name="model"),
     data=Component(name="digits", options={"augment": False}),
     optimizer=Optimizer(name="adamw", lr=0.01, weight_decay=0.05),
     clip_norm=0.5,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from ddp_core.config.experiment import Component, Evaluation, Experiment, Optimizer
+from ddp_core.config.experiment import Evaluation, Experiment, Optimizer
 from ddp_core.data.splits import Splits
 
 TOKENS = 20
@@ -75,8 +75,6 @@ def hits(outputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
 
 experiment = Experiment(
     name="sequences",
-    model=Component(name="model"),
-    data=Component(name="data"),
     loss="two_losses",
     optimizer=Optimizer(name="adamw", lr=0.005),
     evaluation=Evaluation(samples_per_batch=20),
