@@ -211,15 +211,6 @@ def test_one_training_and_nobody_else_reaches_it(swarm: Swarm, stack_file: Path,
     assert {(path.stat().st_uid, path.stat().st_gid) for path in started.output.rglob("*")} == {USER}
 
 
-def test_a_killed_container_is_replaced(swarm: Swarm, stack_file: Path, expected: str, tmp_path: Path) -> None:
-    with training(swarm, stack_file, tmp_path / "outputs", NPROC_PER_NODE="1") as started:
-        started.await_steps(25)
-        node, container = swarm.containers()[-1]
-        swarm.sh(f"docker kill {container}", node)
-        record = started.await_status("completed")
-    assert record["weights_sha256"] == expected
-
-
 @pytest.mark.slow
 def test_a_stopped_run_has_saved_and_continues(swarm: Swarm, stack_file: Path, expected: str, tmp_path: Path) -> None:
     with training(swarm, stack_file, tmp_path / "outputs", NPROC_PER_NODE="1") as started:
@@ -232,12 +223,17 @@ def test_a_stopped_run_has_saved_and_continues(swarm: Swarm, stack_file: Path, e
     assert record["weights_sha256"] == expected
 
 
-@pytest.mark.slow
-def test_a_lost_machine_is_done_without(swarm: Swarm, stack_file: Path, expected: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", ["container", pytest.param("machine", marks=pytest.mark.slow)])
+def test_a_lost_container_is_replaced_or_done_without(
+    swarm: Swarm, stack_file: Path, expected: str, tmp_path: Path, lost: str
+) -> None:
     with training(swarm, stack_file, tmp_path / "outputs", NPROC_PER_NODE="1") as started:
         started.await_steps(25)
-        node, _ = swarm.containers()[-1]
-        assert node != "node1"
-        swarm.up("--off", node)
+        node, container = swarm.containers()[-1]
+        if lost == "container":
+            swarm.sh(f"docker kill {container}", node)
+        else:
+            assert node != "node1"
+            swarm.up("--off", node)
         record = started.await_status("completed")
     assert record["weights_sha256"] == expected

@@ -42,7 +42,7 @@ def ends(output: Path, *words: str, ranks: int = 0) -> tuple[Any, ...]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["usual", *map(slow, ("hooks", "pseudo labels", "cache", "renormalised"))])
+@pytest.mark.parametrize("kind", ["usual", *map(slow, ("hooks", "pseudo labels", "cache"))])
 def test_it_ends_with_the_same_bits_on_three_layouts(tmp_path: Path, kind: str) -> None:
     words = changing(kind)
     found = [ends(tmp_path / "1", *words), ends(tmp_path / "dp", *words, *DP), ends(tmp_path / "2", *words, ranks=2)]

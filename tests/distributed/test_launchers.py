@@ -44,22 +44,20 @@ each_start = pytest.mark.parametrize(
 
 
 @each_start
-def test_one_process(tmp_path: Path, reference: tuple[str, str], start: Callable[..., Ended]) -> None:
-    check(tmp_path, reference, "in-process", start("train", *TOY, "--output", tmp_path))
-
-
-@each_start
-@pytest.mark.parametrize("count", ["1", "2", pytest.param("3", marks=pytest.mark.slow)])
-def test_torchruns_agent(tmp_path: Path, reference: tuple[str, str], start: Callable[..., Ended], count: str) -> None:
-    ended = start("train", *TOY, "--layout", "ddp", "--nproc-per-node", count, "--output", tmp_path)
-    check(tmp_path, reference, "torchrun", ended)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("start", "count"), [pytest.param(ddp, "1", id="forked"), (command, "2")])
-def test_mp_spawn(tmp_path: Path, reference: tuple[str, str], start: Callable[..., Ended], count: str) -> None:
-    words = ["--layout", "ddp", "--launcher", "spawn", "--nproc-per-node", count]
-    check(tmp_path, reference, "spawn", start("train", *TOY, *words, "--output", tmp_path))
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        ("in-process", ()),
+        ("torchrun", ("--nproc-per-node", "1")),
+        ("torchrun", ("--nproc-per-node", "2")),
+        pytest.param("spawn", ("--launcher", "spawn", "--nproc-per-node", "2"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_launcher_of_ddps(
+    tmp_path: Path, reference: tuple[str, str], start: Callable[..., Ended], launcher: str, words: tuple[str, ...]
+) -> None:
+    layout = ("--layout", "ddp") if words else ()
+    check(tmp_path, reference, launcher, start("train", *TOY, *layout, *words, "--output", tmp_path))
 
 
 TRAIN = ["-m", "ddp_core", "train", *TOY, "--layout", "ddp"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import Ended, ddp, train, trained
+from tests.support.commands import Ended, ddp, trained
 
 BEGIN = '''"""Does it end alike, or is it refused?"""
 import numpy as np
@@ -57,7 +57,14 @@ class Net(nn.Module):
 
 
 def net(kind="plain"):
-    return Net(kind)
+    made = Net(kind)
+    if kind == "compiled":
+        made.compile()
+    elif kind == "layer compiled":
+        made.layer.compile(backend="eager")
+    elif kind == "layer replaced":
+        made.layer = torch.compile(made.layer, backend="eager")
+    return made
 
 
 def shifted(inputs, uniforms):
@@ -139,38 +146,13 @@ def test_a_parameter_that_some_micro_batches_leave_out_needs_no_setting_or_is_na
     assert trained(tmp_path / "lost")[1]["weights_sha256"] == ends_late[0]
 
 
-COMPILED = """
-from torch import nn
-import torch
-from ddp_core import Component, Experiment
-
-def model():
-    layers = nn.Sequential(nn.Linear(10, 24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 1))
-    {}
-    return layers
-
-experiment = Experiment(
-    name="mine", data=Component(name="toy_data"), loss="mean_squared_error", global_batch_size=8, micro_batch=2,
-    max_steps=3,
-)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # every process compiles for itself
-def test_a_compiled_model_has_one_digest(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(COMPILED.format("layers.compile()"))
-    alone, ranks = (train(tmp_path / str(count), tmp_path / "mine.py", ranks=count) for count in (0, 2))
-    assert alone["weights_sha256"] == ranks["weights_sha256"]
+def test_a_compiled_model_ends_alike(tmp_path: Path) -> None:
+    assert ends(tmp_path / "ranks", "compiled", *RANKS) == ends(tmp_path / "alone", "compiled")
 
 
-PART = 'layers[0] = torch.compile(layers[0], backend="eager")'
-
-
-@pytest.mark.parametrize("made", [PART, 'layers[0].compile(backend="eager")'])
-def test_replicas_of_a_compiled_model_are_refused(made: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(COMPILED.format(made))
-    words = ("train", tmp_path / "mine.py", "--device", "cpu", "--output", tmp_path / "out", "--layout", "dp")
-    ended = ddp(*words, "--nproc-per-node", "2")
-    assert ended.code == 2, ended.errors
-    assert "torch.compile under --layout dp" in ended.errors
+@pytest.mark.parametrize("kind", ["layer compiled", "layer replaced"])
+def test_replicas_of_a_compiled_model_are_refused(kind: str, tmp_path: Path) -> None:
+    ended = run(tmp_path / "dp", kind, "--layout", "dp", "--nproc-per-node", "2")
+    assert (ended.code, "torch.compile under --layout dp" in ended.errors) == (2, True), ended.errors

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +14,6 @@ import psutil
 
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.distributed.world import free_port
-from ddp_core.record.directory import RunDirectory
 from tests.faults.scenarios import Event, Place
 from tests.support.commands import Forked, ddp, forked_as, trained, wait_until
 from tests.support.processes import HANG
@@ -261,10 +259,6 @@ class Watch:
         """Wait until this step is done."""
         wait_until(lambda: self.step() >= step, HANG, f"step {step}")
 
-    def wait_for_record(self) -> None:
-        """Wait until run.json exists."""
-        wait_until(lambda: any(self.output.glob("*/*/run.json")), HANG, "run.json")
-
     def wait_for_new_step(self, since: float) -> float:
         """Wait for a resume after the moment `since`, then for a step; return the seconds from `since` to the step."""
         first = [0.0]
@@ -277,11 +271,6 @@ class Watch:
 
         wait_until(found, HANG, "a new step")
         return first[0] - since
-
-    def layout(self) -> str:
-        """The label of the layout in run.json."""
-        (path,) = self.output.glob("*/*/run.json")
-        return str(RunDirectory(path.parent).read()["layout"]["label"])
 
     def when_struck(self, fault: str) -> float:
         """The time at which a scripted fault happened, in seconds since 1970."""
@@ -302,8 +291,3 @@ def check_aftermath(output: Path, digest: str, steps: int = 80) -> dict[str, Any
     assert (record["status"], record["exit_code"], record["weights_sha256"]) == ("completed", 0, digest)
     assert record["result"]["steps"] == steps
     return record
-
-
-def now() -> float:
-    """The wall clock in seconds since 1970, as in metrics.jsonl."""
-    return time.time()

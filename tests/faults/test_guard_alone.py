@@ -30,7 +30,6 @@ OFF: Mapping[str, Mapping[str, Any]] = {
         "ddp_core.reduction.watching.WrittenParameters.refuse_changes": nothing,
         "ddp_core.trainers.data_parallel.DataParallelStrategy._require_same_parameters": nothing,
     },
-    "foreign buffers": {"ddp_core.reduction.watching.ForeignBuffers.refuse_changed": nothing},
     "hooks of replicas": {"ddp_core.trainers.data_parallel.share_hooks": nothing},
     "keyed draws": {"ddp_core.base.seeds.key_draws": nothing, "ddp_core.data.loader.key_draws": nothing},
 }
@@ -80,8 +79,6 @@ FOREIGN = (str(TESTS / "core" / "run" / "experiment_files" / "foreign_code.py"),
     [
         # A forward that writes to its weights.
         case("written parameters", *file("writing", "decay"), *DDP),
-        # Buffers that forward changes, and reads; a count that only shows where ranks count unlike.
-        case("foreign buffers", *file("changing", "codebook"), *DDP),
         # Hooks on weights.
         case("hooks of replicas", *file("changing", "hooks"), *DP, fast=True),
         # Random numbers.

@@ -17,7 +17,6 @@ from tests.faults.launches import (
     Watch,
     check_aftermath,
     launched,
-    now,
     train_words,
     undisturbed,
 )
@@ -38,7 +37,7 @@ def struck(output: Path, fault: str, word: str, *words: str, ranks: int) -> tupl
     watch = Watch(output)
     with launched(*train_words(output, *words, "--fault", fault, ranks=ranks), pause=PAUSE) as launch:
         wait_until(lambda: word in launch.errors(), HANG, "the loss is noticed")
-        noticed = now() - watch.when_struck(fault)
+        noticed = time.time() - watch.when_struck(fault)
         recovered = watch.wait_for_new_step(watch.when_struck(fault))
         ended = launch.end()
     assert ended.code == 0, ended.errors
@@ -89,7 +88,7 @@ def test_twenty_kills_are_twenty_recoveries(tmp_path: Path) -> None:
         for number in range(20):
             time.sleep(chance.uniform(0, 0.5))
             victim = chance.choice(sorted(launch.workers().items()))
-            struck = now()
+            struck = time.time()
             victim[1].kill()
             seconds.append(watch.wait_for_new_step(struck))
             assert launch.errors().count("was killed (SIGKILL)") == number + 1

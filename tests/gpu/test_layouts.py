@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddp_core.config.layout import SHARD_MODES
-from tests.support.commands import ddp, trained
+from tests.support.commands import ROOT, command, ddp, trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -62,3 +64,22 @@ def test_other_memory_pressure_changes_no_bit(tmp_path: Path) -> None:
     assert digests(tmp_path / "full") == wanted
     del hog
     torch.cuda.empty_cache()
+
+
+SMALL = [
+    word
+    for setting in ("data.image_size=64", "data.samples=256", "data.pool=64", "global_batch_size=64", "max_steps=4")
+    for word in ("--set", setting)
+]
+
+
+def lines() -> list[list[str]]:
+    """The words of each `ddp train` on the page, without `ddp`."""
+    page = (ROOT / "docs" / "how-to" / "train-on-gpus.md").read_text()
+    return [shlex.split(line) for line in re.findall(r"^ddp (train .*)$", page, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("words", lines(), ids=" ".join)
+def test_the_pages_commands_train(words: list[str], tmp_path: Path) -> None:
+    ended = command(*words, *SMALL, "--device", "cuda", "--output", tmp_path)
+    assert ended.code == 0, ended.output + ended.errors

@@ -33,15 +33,6 @@ def on_cuda(kind: str, count: int) -> list[str]:
     return ["--device", "cuda", "--layout", kind, "--nproc-per-node", str(count)]
 
 
-def test_auto_takes_the_cpu_where_gpus_are_too_few_and_says_so(tmp_path: Path) -> None:
-    count = torch.cuda.device_count() + 1
-    words = ["--layout", "ddp", "--nproc-per-node", str(count), "--set", "max_steps=2", "--output", str(tmp_path)]
-    ended = command("train", "toy_mlp", *words, timeout=300)
-    assert ended.code == 0, ended.errors
-    assert ended.errors.count("with --device cuda they share it") == 1, ended.errors
-    assert trained(tmp_path)[1]["layout"]["device"] == "cpu"
-
-
 @pytest.mark.parametrize("option", [("ddp", "--backend", "nccl"), ("dp", "--reduction", "plain")], ids=" ".join)
 def test_what_cannot_share_a_gpu_is_refused_with_what_would_run(option: tuple[str, ...], tmp_path: Path) -> None:
     kind, *words = option

@@ -10,7 +10,6 @@ from tests.support.processes import free_port, run_processes
 
 FILES = Path(__file__).parent / "experiment_files"
 ADAMW_MLP, SEQUENCES, EVERY_NAME = (str(FILES / f"{name}.py") for name in ("adamw_mlp", "sequences", "every_name"))
-EVERY_KIND = str(FILES / "every_kind.py")
 
 # The digits data have 1,438 training samples or a few less: 2 * 704 and a rest smaller than one micro-batch of 64.
 EXACT: dict[str, list[str]] = {
