@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,6 @@ WORLDS: dict[str, Nodes] = {
 }
 TRAINED = ("3 + 1 + 2", "3 x 2", "2 x 3", "in turns")
 FEW = ("adamw", "incomplete batches")
-SHARES: tuple[Literal["contiguous", "strided"], ...] = ("contiguous", "strided")
 TRAINED_WAYS = ("contiguous in parts", "strided in parts")
 
 
