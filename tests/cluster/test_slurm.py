@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from ddp_core.distributed.world import free_port
-from ddp_core.observe.metrics import read_metrics
 from tests.cluster.slurm import COMMANDS, EXPERIMENT, SECONDS, Job, Slurm, started
-from tests.faults.scenarios import Event, Scenario, check, on, play
+from tests.faults.scenarios import Event, Place, Scenario, check, on, play
 from tests.support.commands import forked, train, trained, wait_until
 
 FILES = "launch/slurm"
@@ -187,7 +186,7 @@ def meet() -> Iterator[str]:
         yield f"control:{port}"
 
 
-class Jobs:
+class Jobs(Place):
     """The place of scenarios where nodes are SLURM's: three of one job and one of another, or a job for each.
 
     What SLURM does not tell is who the workers are; that no step was done again shows that they were the same.
@@ -218,34 +217,9 @@ class Jobs:
             self.jobs.append(self._submit(ONE_MORE_NODE, "--nodelist node4"))
         return set()
 
-    def workers(self) -> set[int]:
-        """Nobody that is known."""
-        return set()
-
     def said(self) -> dict[str, str]:
         """What each job has said."""
         return {job.id: job.said for job in self.jobs}
-
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait until this is so."""
-        try:
-            wait_until(lambda: bool(condition()), SECONDS, what)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.said()}") from None
-
-    def step(self) -> int:
-        """The last step that the run has recorded."""
-        return max(
-            (each["step"] for file in self.output.glob("*/*/metrics.jsonl") for each in read_metrics(file)), default=0
-        )
-
-    def nnodes(self) -> int:
-        """On how many nodes the run trains."""
-        return int(trained(self.output)[1]["attempts"][-1]["layout"]["nnodes"])
-
-    def new_step(self, since: float) -> float:
-        """No scenario of SLURM's starts all again."""
-        raise NotImplementedError
 
     def end(self) -> list[str]:
         """Let all jobs come to their end, which must be a good one; what they have said."""

@@ -184,14 +184,6 @@ TRAININGS = {
 }
 
 
-def case_of(micro_batches: int) -> Case:
-    """A short training of so many micro-batches; the last step has one less."""
-    return Case(micro_batches=micro_batches, steps=(micro_batches, micro_batches - 1), wrapped=micro_batches % 2 == 0)
-
-
-MICRO_BATCHES = range(5, 13)
-
-
 def sum_in_rounds(parts: Parts, leaves: Sequence[Tensor]) -> Tensor:
     """Sum the leaves as ranks with strided shares do."""
     total = RoundSum(parts, leaves[0].numel(), leaves[0], len(leaves))
@@ -263,19 +255,13 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
     """Run all cases in the same processes; return their digests by name."""
     with process_group():
         digests = {(name, way): train(case, world_size, way) for name, case in TRAININGS.items() for way in WAYS}
-        for count in MICRO_BATCHES:
-            if count >= world_size:
-                digests[f"{count} micro-batches", "strided"] = train(
-                    case_of(count), world_size, WAYS[1 + count // 2 % 2]
-                )
         zeros = [zero_signs(world_size, present) for present in ZEROS]
     return {"digests": digests, "zeros": zeros}
 
 
 def everything_on_one_process(rank: int, world_size: int) -> dict[str, str]:
     """The reference digests: the same trainings without a process group."""
-    digests = {name: train(case, 0) for name, case in TRAININGS.items()}
-    return digests | {f"{count} micro-batches": train(case_of(count), 0) for count in MICRO_BATCHES}
+    return {name: train(case, 0) for name, case in TRAININGS.items()}
 
 
 def fail_on_one_rank(rank: int, world_size: int, where: str, shares: Shares, nodes: int, is_cut: bool) -> str:
@@ -311,10 +297,6 @@ def fail_on_one_rank(rank: int, world_size: int, where: str, shares: Shares, nod
                         getattr(exact._shares, "_parts", exact).fold = _fail
                     loss.backward()
             exact.finish()
-            if failing and where == "update":
-                optimizer.register_step_pre_hook(_fail)
-            if failing and where == "gather":
-                owned.gather_parameters = _fail  # type: ignore[union-attr, method-assign]
             optimizer.step()
     except RuntimeError as error:
         message = str(error)
@@ -421,19 +403,6 @@ def keyed_loss(module: nn.Module, index: int) -> Tensor:
     """A mean over the samples of micro-batch `index`."""
     torch.manual_seed(index)
     return module(torch.randn(2, 1, 6, 6)).square().mean()
-
-
-def many_small_buckets(rank: int, world_size: int, nodes: int) -> str:
-    """Train a deep network for a few steps, with one bucket per parameter, each summed in two levels on two nodes."""
-
-    def deep() -> nn.Module:
-        return nn.Sequential(
-            *(layer for _ in range(20) for layer in (nn.Linear(8, 8), nn.Tanh())), nn.Linear(8, CLASSES)
-        )
-
-    case = Case(net=deep, sample_shape=(8,), steps=(8,) * 5, ddp={"bucket_cap_mb": 0.00001})
-    with process_group():
-        return train(case, world_size, "contiguous in parts" if nodes > 1 else "contiguous", rank * nodes // world_size)
 
 
 def run_document(rank: int, world_size: int, code: str, distributed: bool) -> str:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Iterator, Sequence
-from typing import Literal
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_core.base.seeds import share_of
-from ddp_core.reduction import ExactReduction, OrderedSum
-from ddp_core.reduction.messages import PointToPoint
+from ddp_core.reduction import OrderedSum
 from ddp_core.reduction.tree import GradientTree
-from ddp_core.sharding import OwnsPieces
 from tests.distributed import exact_cases as cases
 
 Nodes = Sequence[Sequence[int]]
@@ -35,7 +30,6 @@ WORLDS: dict[str, Nodes] = {
 }
 TRAINED = ("3 + 1 + 2", "3 x 2", "2 x 3", "in turns")
 FEW = ("adamw", "incomplete batches")
-SHARES: tuple[Literal["contiguous", "strided"], ...] = ("contiguous", "strided")
 TRAINED_WAYS = ("contiguous in parts", "strided in parts")
 
 
@@ -87,60 +81,3 @@ def trainings(rank: int, world_size: int, thorough: bool) -> dict[tuple[str, str
 def node_of(rank: int, world: str) -> int:
     """The rank's node."""
     return next(node for node, members in enumerate(WORLDS[world]) if rank in members)
-
-
-def bytes_sent(rank: int, world_size: int, nodes: Nodes, elements: int) -> dict[str, dict[str, int]]:
-    """Bytes of float32 that this rank sends to its own node and to others, and its messages, in each of these works.
-
-    One sum; steps of two micro-batches per rank with strided shares, and with a piece of the parameters on each rank.
-    """
-    found: dict[str, dict[str, int]] = {}
-    here = next(members for members in nodes if rank in members)
-    node, send = nodes.index(here), PointToPoint.send
-
-    @contextlib.contextmanager
-    def counting(work: str) -> Iterator[None]:
-        sent = found[work] = {"inside": 0, "outside": 0, "messages": 0}
-
-        def counted(exchange: PointToPoint, tensor: Tensor, peer: int, tag: int = 0) -> dist.Work:
-            sent["inside" if exchange._members[peer] in here else "outside"] += tensor.nbytes
-            sent["messages"] += 1
-            return send(exchange, tensor, peer, tag)
-
-        with mock.patch.object(PointToPoint, "send", counted):
-            yield
-
-    def step(exact: ExactReduction, weight: nn.Module) -> None:
-        for index in exact.share:
-            with exact.micro_batch(index):
-                (weight(torch.ones(1, 1)).sum() * (index + 1)).backward()
-        exact.finish()
-
-    with cases.process_group():
-        group = dist.group.WORLD
-        ordered, leaf = OrderedSum(group, nodes), torch.ones(elements)
-        ordered([leaf], leaf, world_size)  # the first sum also connects all ranks
-        with counting("sum"):
-            ordered([leaf], leaf, world_size)
-        assert leaf[0] == world_size**2
-        count = 2 * world_size
-        expected = count * (count + 1) / 2
-        torch.manual_seed(0)
-        net = nn.Linear(1, elements, bias=False)
-        with ExactReduction(net, count, process_group=group, shares="strided", node=node) as exact:
-            step(exact, net)
-            with counting("strided"):
-                step(exact, net)
-            assert net.weight.grad is not None
-            assert net.weight.grad.unique().tolist() == [expected]
-        for way in SHARES:
-            net = nn.Linear(1, elements, bias=False)
-            nn.init.zeros_(net.weight)
-            optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-            owned = OwnsPieces(net, optimizer, count, process_group=group, shares=way, node=node)
-            with owned.reduction as exact, counting(f"pieces, {way}"):
-                step(exact, net)
-                optimizer.step()
-            assert net.weight.unique().tolist() == [-expected]
-            owned.close()
-    return found

@@ -10,9 +10,8 @@ import pytest
 from ddp_core.cli.compare import facts
 from ddp_core.record.reading import Run
 from tests.support.commands import Ended, ddp, train, trained
-from tests.support.layout_cases import FILES
 
-STOPS = str(FILES / "stops.py")
+STOPS = str(Path(__file__).with_name("experiment_files") / "stops.py")
 DP = ("--layout", "dp", "--nproc-per-node", "2")
 DDP = ("--layout", "ddp", "--nproc-per-node", "2")
 EARLY = {"step": 12, "of": 160}
@@ -78,14 +77,6 @@ def test_verify_says_where_the_end_is_another_one(tmp_path: Path) -> None:
     assert found.code == 1
     assert "another end: the run ended early at step 6 of 160: six are enough" in found.output
     assert "the repetition ended early at step 7" in found.output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [DP, *([*DDP, "--shard", mode] for mode in ("optimizer", "parameters"))])
-def test_the_same_end_on_every_layout(
-    alone: tuple[Run, tuple[Any, ...]], tmp_path: Path, words: tuple[str, ...]
-) -> None:
-    assert ended(train(tmp_path, STOPS, *words)) == alone[1]
 
 
 @pytest.mark.slow

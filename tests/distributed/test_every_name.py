@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.observe.metrics import read_metrics
-from tests.support.commands import ddp, train, trained
+from tests.support.commands import train, trained
 from tests.support.layout_cases import EVERY_NAME
 
 
@@ -69,13 +69,3 @@ def test_three_ranks_end_with_the_same_bits(alone: Path, tmp_path: Path) -> None
         f"steps-{rank}.txt": "16" for rank in range(3)
     }
     assert len((directory / "lines.txt").read_text().splitlines()) == 3, "rank 0 alone calls it"
-
-
-@pytest.mark.slow
-def test_a_resume_on_two_replicas_ends_with_the_same_bits(alone: Path, tmp_path: Path) -> None:
-    words = [EVERY_NAME, "--checkpoint-every", "3", "--resume", "auto", "--synchronous-save"]
-    killed = ddp("train", *words, "--fault", "kill@11", "--device", "cpu", "--output", tmp_path)
-    assert killed.code == -9
-    record = train(tmp_path, *words, "--layout", "dp", "--nproc-per-node", "2")
-    assert facts(record) == facts(trained(alone)[1])
-    assert [entry["step"] for entry in read_metrics(trained(tmp_path)[0].metrics, "resume")] == [9]

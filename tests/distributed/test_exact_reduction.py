@@ -6,11 +6,16 @@ import functools
 import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from ddp_core.reduction import OrderedSum
 from tests.distributed import exact_cases as cases
+from tests.distributed import level_cases
 from tests.support.processes import run_processes
+from tests.support.thread_group import Wires, on_threads, use_threads
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXPLANATION = DOCS / "explanation" / "exact-reduction.md"
@@ -44,13 +49,6 @@ def test_a_training_ends_with_one_digest_on_every_world_size(name: str, way: str
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_strided_shares_of_any_number_of_micro_batches_end_with_one_digest(world_size: int) -> None:
-    names = [f"{count} micro-batches" for count in cases.MICRO_BATCHES if count >= world_size]
-    for name in names:
-        assert {result["digests"][name, "strided"] for result in results(world_size)} == {reference(name)}, name
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_missing_gradient_leaves_even_the_sign_of_a_zero(world_size: int) -> None:
     for number, present in enumerate(cases.ZEROS):
         assert cases.zero_signs(0, present) == {"alone": [-1.0] * 3}
@@ -66,14 +64,7 @@ def test_a_missing_gradient_leaves_even_the_sign_of_a_zero(world_size: int) -> N
         ("exchange", "contiguous", 2, False),
         *(
             pytest.param(where, shares, 1, True, marks=pytest.mark.slow)
-            for where, shares in (
-                ("forward", "contiguous"),
-                ("between backwards", "strided"),
-                ("exchange", "contiguous"),
-                ("exchange", "strided"),
-                ("update", "strided"),
-                ("gather", "contiguous"),
-            )
+            for where, shares in (("between backwards", "strided"), ("exchange", "contiguous"), ("exchange", "strided"))
         ),
     ],
 )
@@ -132,8 +123,32 @@ def test_the_documents_loop_prints_one_digest_alone_and_on_three_ranks() -> None
     assert three == alone * 3
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_fifty_runs_with_many_small_buckets_neither_hang_nor_leak() -> None:
-    digests = {digest for run in range(50) for digest in run_processes(cases.many_small_buckets, 4, 1 + run % 2)}
-    assert len(digests) == 1
+@pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_trainings_on_nodes_of_any_shape_end_with_the_digest_of_one_process(thorough: bool) -> None:
+    first, *others = run_processes(level_cases.trainings, 6, thorough)
+    for (world, name, way), digest in first.items():
+        found = {digest, *(other[world, name, way] for other in others)}
+        assert found == {reference(name)}, (world, way)
+
+
+@pytest.mark.parametrize("world", ["2 x 2", "3 x 2"])
+def test_sums_in_two_levels_send_out_of_a_node_what_a_ring_sends(world: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are threads here. What rounds and parts send: tests/core/reduction/test_parts_on_threads.py."""
+    use_threads(monkeypatch)
+    nodes, elements = level_cases.WORLDS[world], 3 << 17
+    world_size, wires = sum(map(len, nodes)), list[Wires]()
+
+    def add_up(group: Any) -> None:
+        leaf = torch.ones(elements)
+        OrderedSum(group, nodes)([leaf], leaf, world_size)
+        assert leaf[0] == world_size
+        wires.append(group.wires)
+
+    on_threads(world_size, add_up)
+    sent = [message for message in wires[0].sent if message[2] > 4]  # in the first collective all ranks meet
+    half_a_ring = 4 * elements * (len(nodes) - 1) // len(nodes)
+    for members in nodes:
+        own = [message for message in sent if message[0] in members]
+        assert sum(size for _, receiver, size in own if receiver not in members) == 2 * half_a_ring
+        assert sum(size for _, receiver, size in own if receiver in members) == 2 * 4 * elements * (len(members) - 1)
+        assert len(own) < len(members) * 2 * (world_size - 1)

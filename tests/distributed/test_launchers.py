@@ -44,22 +44,20 @@ each_start = pytest.mark.parametrize(
 
 
 @each_start
-def test_one_process(tmp_path: Path, reference: tuple[str, str], start: Callable[..., Ended]) -> None:
-    check(tmp_path, reference, "in-process", start("train", *TOY, "--output", tmp_path))
-
-
-@each_start
-@pytest.mark.parametrize("count", ["1", "2", pytest.param("3", marks=pytest.mark.slow)])
-def test_torchruns_agent(tmp_path: Path, reference: tuple[str, str], start: Callable[..., Ended], count: str) -> None:
-    ended = start("train", *TOY, "--layout", "ddp", "--nproc-per-node", count, "--output", tmp_path)
-    check(tmp_path, reference, "torchrun", ended)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("start", "count"), [pytest.param(ddp, "1", id="forked"), (command, "2")])
-def test_mp_spawn(tmp_path: Path, reference: tuple[str, str], start: Callable[..., Ended], count: str) -> None:
-    words = ["--layout", "ddp", "--launcher", "spawn", "--nproc-per-node", count]
-    check(tmp_path, reference, "spawn", start("train", *TOY, *words, "--output", tmp_path))
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        ("in-process", ()),
+        ("torchrun", ("--nproc-per-node", "1")),
+        ("torchrun", ("--nproc-per-node", "2")),
+        pytest.param("spawn", ("--launcher", "spawn", "--nproc-per-node", "2"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_launcher_of_ddps(
+    tmp_path: Path, reference: tuple[str, str], start: Callable[..., Ended], launcher: str, words: tuple[str, ...]
+) -> None:
+    layout = ("--layout", "ddp") if words else ()
+    check(tmp_path, reference, launcher, start("train", *TOY, *layout, *words, "--output", tmp_path))
 
 
 TRAIN = ["-m", "ddp_core", "train", *TOY, "--layout", "ddp"]
@@ -97,44 +95,38 @@ def test_torchrun_makes_1_of_the_75_that_the_run_has_recorded(tmp_path: Path, se
     assert (process.returncode, record["status"], record["exit_code"]) == (1, "stopped", 75), errors
 
 
-@pytest.mark.parametrize("spelling", ["--local-rank=1", "--local_rank=1"])
-def test_the_old_launchers_argument_is_taken_in_both_spellings_and_places(tmp_path: Path, spelling: str) -> None:
-    before = ddp(spelling, "train", "toy_mlp", "--layout", "ddp", "--set", "nonsense=1", "--output", tmp_path)
-    behind = ddp("train", "toy_mlp", spelling, "--layout", "ddp", "--set", "nonsense=1", "--output", tmp_path)
-    for ended in (before, behind):
-        assert ended.code == 2
-        assert "no such setting" in ended.errors, ended.errors
+WORLD = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
 def test_dp_inside_a_launcher_keeps_its_replicas(tmp_path: Path, reference: tuple[str, str]) -> None:
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    ended = ddp("train", *TOY, "--layout", "dp", "--nproc-per-node", "3", "--output", tmp_path, env=world)
+    ended = ddp("train", *TOY, "--layout", "dp", "--nproc-per-node", "3", "--output", tmp_path, env=WORLD)
     check(tmp_path, reference, "in-process", ended)
     assert trained(tmp_path)[1]["layout"]["nproc_per_node"] == 3
 
 
-def test_two_processes_cannot_share_one_process_layout(tmp_path: Path) -> None:
-    world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    ended = ddp("train", *TOY, "--layout", "single", "--output", tmp_path, env=world)
-    assert ended.code == 2
-    assert "--layout ddp" in ended.errors
-    assert ended.errors.count("\n") == 1
+TWO_NODES = ("--layout", "ddp", "--nnodes", "2")
+NOWHERE = (*TWO_NODES, "--rdzv-endpoint", "29400", "--rdzv-id", "x", "--max-restarts", "0")
+NONSENSE = ("--layout", "ddp", "--set", "nonsense=1")
 
 
-def test_several_nodes_need_a_meeting_place(tmp_path: Path) -> None:
-    ended = ddp("train", *TOY, "--layout", "ddp", "--nnodes", "2", "--output", tmp_path)
-    assert ended.code == 2
-    assert "--rdzv-endpoint" in ended.errors
-    spawned = ddp("train", *TOY, "--layout", "ddp", "--nnodes", "2", "--launcher", "spawn", "--output", tmp_path)
-    assert spawned.code == 2
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_endpoint_that_is_none_is_said(tmp_path: Path) -> None:
-    meeting = ["--nnodes", "2", "--rdzv-endpoint", "29400", "--rdzv-id", "x", "--max-restarts", "0"]
-    ended = ddp("train", *TOY, "--layout", "ddp", *meeting, "--output", tmp_path)
-    assert ended.code in (2, 6)
-    assert "29400" in ended.errors
+@pytest.mark.parametrize(
+    ("words", "env", "said"),
+    [
+        (("train", *TOY, "--layout", "single"), WORLD | {"WORLD_SIZE": "2"}, "--layout ddp"),
+        (("train", *TOY, *TWO_NODES), {}, "--rdzv-endpoint"),
+        (("train", *TOY, *TWO_NODES, "--launcher", "spawn"), {}, "--rdzv-endpoint"),
+        (("train", *TOY, *NOWHERE), {}, "29400"),
+        # The old launcher's argument is taken in both spellings and places.
+        (("train", *TOY, "--local-rank=1", *NONSENSE), {}, "no such setting"),
+        (("--local_rank=1", "train", *TOY, *NONSENSE), {}, "no such setting"),
+    ],
+)
+def test_what_cannot_be_launched_is_said_in_one_line(
+    tmp_path: Path, words: tuple[str, ...], env: dict[str, str], said: str
+) -> None:
+    ended = ddp(*words, "--output", tmp_path, env=env)
+    assert ended.code in ((2, 6) if said == "29400" else (2,))
+    assert said in ended.errors
     assert ended.errors.count("\n") == 1, ended.errors
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import signal
 import tempfile
@@ -14,13 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from ddp_core.config.layout import SHARD_MODES
-from tests.support.commands import forked, train, trained, wait_until
+from tests.support.commands import ddp, forked, train, trained, wait_until
 from tests.support.layout_cases import ADAMW_MLP, EXACT, digests
 from tests.support.processes import HANG, free_port
 
 LAYOUTS = [("dp", 2), ("dp", 3), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("ddp", 5)]
 ADAMW = "AdamW, clipping, cosine"
-NOTED = str(Path(__file__).parent / "experiment_files" / "noted_samples.py")
 QUICK_NAMES = (ADAMW, "channels last", "dicts of tensors, bf16", "ragged end")
 QUICK = {name: EXACT[name] for name in QUICK_NAMES}
 SHARDED = {f"--shard {mode}": [*EXACT[ADAMW], "--shard", mode] for mode in SHARD_MODES}
@@ -48,52 +46,10 @@ def test_exact_reduction_ends_with_one_digest_on_every_layout(kind: str, count: 
 
 
 @pytest.mark.slow
-def test_different_trainings_end_with_different_digests() -> None:
-    found = exact_digests("single", 1)
-    assert len(set(found.values())) == len(EXACT)
-    assert all(len(digest) == 64 for pair in found.values() for digest in pair)
-
-
-@pytest.mark.slow
 def test_plain_reduction_on_three_ranks_ends_with_other_bits(tmp_path: Path) -> None:
     plain = {"plain": [ADAMW_MLP, "--set", "max_steps=4", "--reduction", "plain"]}
     alone, three = (digests(plain, tmp_path / kind, kind, count) for kind, count in [("single", 1), ("ddp", 3)])
     assert alone != three, "a control that agrees proves nothing"
-
-
-@pytest.mark.slow
-def test_keys_by_rank_end_with_other_bits(tmp_path: Path) -> None:
-    one, two = (
-        digests({ADAMW: [*EXACT[ADAMW], "--guard", "off"]}, tmp_path / str(count), "ddp", count, keyed_by_rank=True)
-        for count in (1, 2)
-    )
-    assert one != two, "a control that agrees proves nothing"
-
-
-@pytest.fixture(scope="module")
-def toy_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Output folders of a small network in plain reduction, which notes its samples, on every layout.
-
-    The layout of 2 x 2 is two launches that meet at a rendezvous.
-    """
-    output = tmp_path_factory.mktemp("toy")
-    runs = {name: output / name for name in ("single", "dp x 2", "ddp x 2", "ddp x 4", "2 x 2")}
-    train(runs["single"], NOTED)
-    train(runs["dp x 2"], NOTED, "--layout", "dp", "--nproc-per-node", "2")
-    train(runs["ddp x 2"], NOTED, ranks=2)
-    train(runs["ddp x 4"], NOTED, ranks=4)
-    train_on_two_nodes(runs["2 x 2"], NOTED)
-    return runs
-
-
-def ids_by_step(output: Path) -> dict[int, tuple[int, list[int]]]:
-    """Epoch and sample ids of every step, as all ranks have noted them."""
-    steps: dict[int, tuple[int, list[int]]] = {}
-    for file in trained(output)[0].path.glob("samples-*.jsonl"):
-        for line in map(json.loads, file.read_text().splitlines()):
-            _, ids = steps.get(line["step"], (0, []))
-            steps[line["step"]] = line["epoch"], sorted(ids + line["ids"])
-    return steps
 
 
 def train_on_two_nodes(output: Path, *words: str) -> None:
@@ -110,25 +66,20 @@ def train_on_two_nodes(output: Path, *words: str) -> None:
         assert rendezvous.end().code == 0
 
 
-@pytest.mark.full
-def test_every_layout_sees_the_same_samples_at_every_step(toy_runs: dict[str, Path]) -> None:
-    reference = ids_by_step(toy_runs["single"])
-    assert sorted(reference) == [1, 2, 3, 4]
-    for epoch in range(2):
-        ids = [number for at, numbers in reference.values() if at == epoch for number in numbers]
-        assert sorted(ids) == list(range(32))
-    for name, output in toy_runs.items():
-        assert ids_by_step(output) == reference, name
-
-
-def test_plain_reduction_agrees_up_to_rounding(toy_runs: dict[str, Path]) -> None:
-    reference = load_file(trained(toy_runs["single"])[0].path / "model.safetensors")
+def test_plain_reduction_agrees_up_to_rounding(tmp_path: Path) -> None:
+    """So each sample counts once in its step, too. The layout of 2 x 2 is two launches that meet at a rendezvous."""
+    words = ("toy_mlp", "--reduction", "plain", "--set", "micro_batch=4")
+    train(tmp_path / "single", *words)
+    train(tmp_path / "dp x 2", *words, "--layout", "dp", "--nproc-per-node", "2")
+    train(tmp_path / "ddp x 2", *words, ranks=2)
+    train_on_two_nodes(tmp_path / "2 x 2", *words)
+    reference = load_file(trained(tmp_path / "single")[0].path / "model.safetensors")
     assert sum(value.numel() for value in reference.values()) == 61
-    for name, output in toy_runs.items():
+    for output in tmp_path.iterdir():
         directory, record = trained(output)
         assert record["options"]["reduction"] == "plain"
         for key, value in load_file(directory.path / "model.safetensors").items():
-            assert torch.allclose(value, reference[key], rtol=1e-4, atol=0), (name, key)
+            assert torch.allclose(value, reference[key], rtol=1e-4, atol=0), (output, key)
 
 
 DDP_OPTIONS = {
@@ -180,14 +131,16 @@ def test_plain_reduction_with_a_ragged_end_leaves_nobody_waiting(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_all_of_digits_ends_with_one_digest_on_every_layout(tmp_path: Path) -> None:
-    words = ["digits"]
-    found = {
-        (kind, count): digests({"digits": words}, tmp_path / f"{kind}{count}", kind, count)["digits"]
-        for kind, count in [("single", 1), ("dp", 4), ("ddp", 2), ("ddp", 3), ("ddp", 4), ("ddp", 8)]
-    }
-    assert set(found.values()) == {found["single", 1]}, found
-    accuracies = {trained(tmp_path / f"{kind}{count}" / "0")[1]["result"]["test_accuracy"] for kind, count in found}
-    assert len(accuracies) == 1
-    assert accuracies.pop() >= 0.985
+@pytest.mark.timeout(1500)
+def test_two_steps_on_many_ranks_end_with_the_digest_of_one_process(tmp_path: Path) -> None:
+    """Far more ranks than this machine has cores: the same result, and records that stay readable."""
+    words = ["digits", "--device", "cpu", "--set", "global_batch_size=128", "--set", "micro_batch=1"]
+    alone = train(tmp_path / "alone", *words, "--set", "max_steps=2")
+    many = ["--set", "max_steps=2", "--layout", "ddp", "--nproc-per-node", "128", "--output", tmp_path / "together"]
+    together = ddp("train", *words, *many, timeout=1200)
+    assert (together.code, together.errors) == (0, "")
+    assert len(together.output.splitlines()) < 20
+    directory, record = trained(tmp_path / "together")
+    assert record["weights_sha256"] == alone["weights_sha256"]
+    assert (directory.path / "run.json").stat().st_size < 20_000
+    assert ddp("compare", "--output", tmp_path / "together").code == 0

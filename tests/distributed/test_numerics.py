@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.commands import ddp, train, trained, without_limits
-from tests.support.processes import HANG, free_port
+from tests.support.commands import command, ddp, train, trained
 
 WORDS = ("digits", "--set", "max_steps=6", "--numerics", "portable")
 
@@ -37,41 +34,18 @@ def check(record: dict[str, Any], alone: dict[str, Any]) -> None:
     assert record["options"]["numerics"] == "portable"
 
 
+WITHOUT_LIMITS = """
+import os, sys
+from ddp_core.numerics.limits import LIMITS
+shell = {name: value for name, value in os.environ.items() if name not in LIMITS}
+os.execve(sys.executable, [sys.executable, *sys.argv[1:]], shell)
+"""
+
+
 @pytest.mark.slow
 def test_ranks_of_a_launcher_outside_find_the_limits_by_themselves(alone: dict[str, Any], tmp_path: Path) -> None:
-    ended = _ranks(tmp_path, ["portable", "portable"])
-    assert [code for code, _ in ended] == [0, 0], ended
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "ddp_core")
+    words = ("train", *WORDS, "--layout", "ddp", "--device", "cpu", "--output", tmp_path)
+    ended = command(*torchrun, *words, program=("-c", WITHOUT_LIMITS))
+    assert ended.code == 0, ended.errors
     check(trained(tmp_path)[1], alone)
-
-
-@pytest.mark.slow
-def test_a_native_and_a_portable_rank_refuse_to_meet(tmp_path: Path) -> None:
-    ended = _ranks(tmp_path, ["native", "portable"])
-    assert [code for code, _ in ended] == [2, 2], ended
-    said = "".join(errors for _, errors in ended)
-    assert said.startswith("ddp: error: ranks 1 have another numerics than rank 0: ")
-    assert said.count("\n") == 1
-    assert not list(tmp_path.glob("*/*/run.json"))
-
-
-def _ranks(output: Path, numerics: list[str]) -> list[tuple[int, str]]:
-    """Exit code and errors of ranks that are started one by one, each where no limit is set."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(numerics))}
-    words = ("-m", "ddp_core", "train", "--layout", "ddp", "--device", "cpu", "--output", str(output), *WORDS[:-1])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *words, each],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=without_limits() | place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank, each in enumerate(numerics)
-    ]
-    try:
-        errors = [process.communicate(timeout=HANG)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [(process.returncode, said) for process, said in zip(processes, errors, strict=True)]

@@ -50,26 +50,6 @@ def test_ranks_tell_each_other() -> None:
         assert said["ended"]
 
 
-def test_one_process_needs_no_group() -> None:
-    with process_group(World(), CPU, 1) as collectives:
-        assert not dist.is_initialized()
-        assert collectives.broadcast(5) == 5
-        assert collectives.gather(5) == [5]
-        tensor = torch.ones(2)
-        assert collectives.sum_(tensor) is tensor
-        assert collectives.start_sum(tensor) is None
-        collectives.barrier()
-
-
-def _alone(rank: int, world_size: int) -> bool:
-    with process_group(World.from_environment(), CPU, 5, even_alone=True):
-        return dist.is_initialized() and dist.get_world_size() == 1
-
-
-def test_one_process_may_have_a_group_all_the_same() -> None:
-    assert run_processes(_alone, 1) == [True]
-
-
 def _with_a_mistake(rank: int, world_size: int, mistake: str) -> tuple[str, int, float]:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if mistake == "missing":

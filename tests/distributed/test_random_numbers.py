@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ddp, train, trained
-from tests.support.layout_cases import FILES, digests
+from tests.support.commands import ddp, train
+from tests.support.layout_cases import digests
 
-KINDS = ("forward", "own seed", "optimizer")
-CASES = {kind: [str(FILES / "draws.py"), "--set", f"model.kind={kind}"] for kind in KINDS}
-CASES |= {name: [str(FILES / f"draws_{name}.py")] for name in ("collate", "metrics")}
+FILES = Path(__file__).with_name("experiment_files")
+CASES = {
+    "metrics": [str(FILES / "draws_metrics.py")],
+    **{kind: [str(FILES / "draws.py"), "--set", f"model.kind={kind}"] for kind in ("forward", "own seed", "optimizer")},
+}
 
 
 @functools.cache
@@ -23,16 +25,10 @@ def alone() -> dict[str, tuple[str, str]]:
         return digests(CASES, Path(output), "single", 1)
 
 
-def figures(output: Path) -> dict[str, float]:
-    """The figures of the one run of the metrics below `output`, but for times."""
-    found = trained(output)[1]["result"]
-    return {name: found[name] for name in ("test_drawn", "test_loss", "test_accuracy")}
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [("dp", 2), pytest.param("ddp", 2, marks=pytest.mark.slow), pytest.param("ddp", 3, marks=pytest.mark.slow)],
+    [("dp", 2), pytest.param("ddp", 3, marks=pytest.mark.slow)],
 )
 def test_what_is_drawn_is_the_same_on_every_layout(kind: str, count: int, tmp_path: Path) -> None:
     assert digests(CASES, tmp_path, kind, count) == alone()
@@ -40,17 +36,19 @@ def test_what_is_drawn_is_the_same_on_every_layout(kind: str, count: int, tmp_pa
 
 @pytest.mark.full
 def test_figures_that_are_drawn_are_the_same_on_every_layout(tmp_path: Path) -> None:
-    train(tmp_path / "single", *CASES["metrics"])
-    train(tmp_path / "ddp", *CASES["metrics"], ranks=2)
-    assert figures(tmp_path / "single") == figures(tmp_path / "ddp")
+    one, two = (train(tmp_path / str(ranks), *CASES["metrics"], ranks=ranks)["result"] for ranks in (0, 2))
+    for figure in ("test_drawn", "test_loss", "test_accuracy"):
+        assert one[figure] == two[figure], figure
 
 
 def test_processes_that_load_data_draw_the_same(tmp_path: Path) -> None:
-    assert train(tmp_path, *CASES["collate"], "--workers", "2")["weights_sha256"] == alone()["collate"][0]
+    assert train(tmp_path, *CASES["forward"], "--workers", "2")["weights_sha256"] == alone()["forward"][0]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "forward")) for name in CASES])
+@pytest.mark.parametrize(
+    "name", ["forward", *(pytest.param(name, marks=pytest.mark.slow) for name in ("metrics", "optimizer"))]
+)
 def test_a_run_that_was_killed_draws_on_elsewhere_as_if_it_never_was(name: str, tmp_path: Path) -> None:
     full = [*CASES[name], "--synchronous-save", "--checkpoint-every", "1", "--resume", "auto"]
     assert ddp("train", *full, "--fault", "kill@3", "--device", "cpu", "--output", tmp_path).code == -9

@@ -57,7 +57,14 @@ class Net(nn.Module):
 
 
 def net(kind="plain"):
-    return Net(kind)
+    made = Net(kind)
+    if kind == "compiled":
+        made.compile()
+    elif kind == "layer compiled":
+        made.layer.compile(backend="eager")
+    elif kind == "layer replaced":
+        made.layer = torch.compile(made.layer, backend="eager")
+    return made
 
 
 def shifted(inputs, uniforms):
@@ -137,3 +144,15 @@ def test_a_parameter_that_some_micro_batches_leave_out_needs_no_setting_or_is_na
     ended = run(tmp_path / "lost", "later", *RANKS, *UNUSED, "--resume", "auto")
     assert ended.code == 0, ended.errors
     assert trained(tmp_path / "lost")[1]["weights_sha256"] == ends_late[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # every process compiles for itself
+def test_a_compiled_model_ends_alike(tmp_path: Path) -> None:
+    assert ends(tmp_path / "ranks", "compiled", *RANKS) == ends(tmp_path / "alone", "compiled")
+
+
+@pytest.mark.parametrize("kind", ["layer compiled", "layer replaced"])
+def test_replicas_of_a_compiled_model_are_refused(kind: str, tmp_path: Path) -> None:
+    ended = run(tmp_path / "dp", kind, "--layout", "dp", "--nproc-per-node", "2")
+    assert (ended.code, "torch.compile under --layout dp" in ended.errors) == (2, True), ended.errors

@@ -8,6 +8,7 @@ import pytest
 
 from ddp_core.observe.metrics import read_metrics
 from tests.distributed.resuming import AUTO, WORDS, check_whole, digests, kill_at
+from tests.faults.matrix import record_row
 from tests.support.commands import ddp, train, trained
 from tests.support.layout_cases import ADAMW_MLP
 
@@ -24,11 +25,13 @@ def test_killed_alone_and_continued_on_three_ranks(tmp_path: Path, undisturbed: 
 @pytest.mark.slow
 def test_killed_three_times_on_other_layouts(tmp_path: Path, undisturbed: tuple[str, str]) -> None:
     kill_at(tmp_path, 3, *WORDS, ranks=2)  # before the first checkpoint
-    kill_at(tmp_path, 12, *WORDS, "--layout", "dp", "--nproc-per-node", "3")
+    kill_at(tmp_path, 23, *WORDS, "--layout", "dp", "--nproc-per-node", "3")  # the last step of the first epoch
     kill_at(tmp_path, 25, *WORDS, ranks=4)  # in the second epoch
     record = train(tmp_path, *WORDS, *AUTO)
     check_whole(tmp_path, undisturbed, record)
-    assert [attempt["layout"]["kind"] for attempt in record["attempts"]] == ["ddp", "dp", "ddp", "single"]
+    kinds = [attempt["layout"]["kind"] for attempt in record["attempts"]]
+    assert kinds == ["ddp", "dp", "ddp", "single"]
+    record_row(32, f"killed thrice, each time on another layout ({', '.join(kinds)}): same weights")
 
 
 @pytest.mark.slow
@@ -43,6 +46,17 @@ def test_without_restarts_the_launch_ends_with_6_and_can_be_resumed(
     record = trained(tmp_path)[1]
     assert (record["status"], record["exit_code"]) == ("failed", 6)
     check_whole(tmp_path, undisturbed, train(tmp_path, *WORDS, *AUTO, ranks=2))
+
+
+@pytest.mark.full
+def test_states_that_are_kept_for_an_audit_are_the_same_on_shards_after_a_kill(tmp_path: Path) -> None:
+    words = (ADAMW_MLP, "--set", "max_steps=26", "--checkpoint-every", "4", "--guard", "off")
+    keep = ("--keep-for-audit", "3")
+    kept = train(tmp_path / "single", *words, *keep)["kept"]
+    assert [state["step"] for state in kept["states"]] == [9, 18, 26]
+    kill_at(tmp_path / "cut", 14, *words, *keep)
+    # A resume needs no option for that. The state lies on the ranks in more parts than that of any other layout.
+    assert train(tmp_path / "cut", *words, *AUTO, "--shard", "parameters", ranks=2)["kept"] == kept
 
 
 DIGITS = ("digits", "--set", "max_steps=6", "--set", "memory_format=channels_last", "--checkpoint-every", "2")
@@ -65,40 +79,3 @@ def test_other_trainings_resume_to_the_same_bits(
     expected = digests(train(tmp_path / "whole", *words, ranks=ranks_before))
     kill_at(tmp_path / "killed", killed_at, *words, ranks=ranks_before)
     assert digests(train(tmp_path / "killed", *words, *AUTO, ranks=ranks_after)) == expected
-
-
-@pytest.mark.slow
-def test_loader_processes_change_nothing(tmp_path: Path, undisturbed: tuple[str, str]) -> None:
-    kill_at(tmp_path, 13, *WORDS, "--workers", "1")
-    check_whole(tmp_path, undisturbed, train(tmp_path, *WORDS, *AUTO, "--workers", "2"))
-
-
-@pytest.mark.slow
-def test_a_run_can_be_named_or_left_alone(tmp_path: Path, undisturbed: tuple[str, str]) -> None:
-    kill_at(tmp_path, 13, *WORDS)
-    directory, _ = trained(tmp_path)
-    fresh = train(tmp_path / "fresh", *WORDS, "--resume", "never")
-    assert len(fresh["attempts"]) == 1
-    elsewhere = ddp("train", *WORDS, "--resume", directory.path, "--device", "cpu", "--output", tmp_path / "unused")
-    assert elsewhere.code == 0, elsewhere.errors
-    assert "resumed at step 10" in elsewhere.output
-    assert not (tmp_path / "unused" / "adamw_mlp").exists()
-    assert digests(directory.read()) == digests(fresh) == undisturbed
-
-
-@pytest.mark.slow
-def test_a_completed_run_is_not_continued_by_itself(tmp_path: Path) -> None:
-    train(tmp_path, *WORDS)
-    assert ddp("train", *WORDS, *AUTO, "--device", "cpu", "--output", tmp_path).code == 0
-    assert len(list(tmp_path.glob("*/*/run.json"))) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("step", [1, 5, 22, 23, 24, 26, 45, 46])
-def test_killed_at_any_step(tmp_path: Path, step: int) -> None:
-    words = [ADAMW_MLP, "--checkpoint-every", "4"]
-    expected = digests(train(tmp_path / "whole", *words))
-    killed = tmp_path / "killed"
-    kill_at(killed, step, *words, ranks=2)
-    assert digests(train(killed, *words, *AUTO, ranks=3)) == expected

@@ -48,6 +48,14 @@ def optimizer(model, lr: float = 0.05):
     made.register_step_post_hook(lambda *_: after_step(model))
     return made
 """
+CALLBACK = """
+def change(model):
+    {}
+    for each in model.parameters():
+        each.mul_(0.5)
+
+callbacks = [Changes()]
+"""
 FILES = {
     "a clamp after each step": OPTIMIZER
     + """
@@ -56,40 +64,17 @@ def after_step(model):
     for each in model.parameters():
         each.clamp_(-0.15, 0.15)
 """,
-    "a callback": """
-def change(model):
-    for each in model.parameters():
-        each.mul_(0.5)
-
-callbacks = [Changes()]
-""",
-    "frozen in a callback": """
-def change(model):
-    model.a.requires_grad_(False)
-
-callbacks = [Changes()]
-""",
-    "a list of parameters": """
+    "a callback": CALLBACK.format("pass"),
+    "frozen in a callback": CALLBACK.format("model.a.requires_grad_(False)"),
+    "a list of parameters": CALLBACK.format("model = nn.ParameterList(HELD)")
+    + """
 HELD = []
 
 def optimizer(model, lr: float = 0.05):
     HELD[:] = model.parameters()
     return torch.optim.SGD(HELD, lr=lr)
-
-def change(model):
-    for each in HELD:
-        each.mul_(0.5)
-
-callbacks = [Changes()]
 """,
-    "after a forward of its own": """
-def change(model):
-    model(torch.ones(2, 8))
-    for each in model.parameters():
-        each.mul_(0.5)
-
-callbacks = [Changes()]
-""",
+    "after a forward of its own": CALLBACK.format("model(torch.ones(2, 8))"),
     "two parameters, one memory": """
 class Net(Net):
     def __init__(self):

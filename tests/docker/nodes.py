@@ -17,7 +17,7 @@ from ddp_lab.chaos.watch import Progress, Words
 from ddp_lab.cluster.cluster import Spec
 from ddp_lab.cluster.verdict import NodeResult, Verdict, judge
 from tests.faults.launches import RANK
-from tests.faults.scenarios import Event
+from tests.faults.scenarios import Event, Place
 from tests.support.commands import ROOT
 
 QUIET: dict[str, object] = {"faults": [], "timeout": 6, "checkpoint_every": 10, "paced": False}
@@ -95,7 +95,7 @@ class Nodes:
         return {int(pid) for pid, comm in rows if comm.startswith(RANK)}
 
 
-class Containers:
+class Containers(Place):
     """The place of scenarios where a node is a container."""
 
     def __init__(self, nodes: Nodes) -> None:
@@ -144,29 +144,20 @@ class Containers:
         return gone
 
     def workers(self) -> set[int]:
-        """The workers of the nodes that are here."""
         return {pid for name in self.here for pid in self._nodes.workers(name)}
 
     def said(self) -> dict[str, str]:
-        """What each node has said that is here."""
         words = self._nodes.words.since(0)
         return {name: "\n".join(said.line for said in words if said.node == name) for name in self.here}
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait until this is so."""
         self._nodes.until(condition)
 
     def step(self) -> int:
-        """The last step that the run has recorded."""
         return self._nodes.progress.step
 
     def nnodes(self) -> int:
-        """On how many nodes the run trains."""
         return self._nodes.progress.nnodes
-
-    def new_step(self, since: float) -> float:
-        """No scenario of containers starts all again."""
-        raise NotImplementedError
 
     def end(self) -> tuple[list[str], list[str]]:
         """Wait until all that are here have ended with 0; what they have said, and those that were always here."""

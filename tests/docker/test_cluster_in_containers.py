@@ -18,25 +18,6 @@ from tests.docker.conftest import ROOT
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
 
-def leftovers(engine: docker.DockerClient, launch_id: str) -> list[str]:
-    label = {"label": f"com.docker.compose.project=ddp-{launch_id}"}
-    networks = [network.name for network in engine.networks.list(filters=label)]
-    return [container.name for container in engine.containers.list(all=True, filters=label)] + networks
-
-
-def run_cluster(spec: Spec, engine: docker.DockerClient) -> tuple[int, list[str]]:
-    said: list[str] = []
-    backend = ContainerBackend()
-    try:
-        backend.start(spec)
-        backend.follow(lambda node, line: said.append(f"{node} | {line}"))
-        verdict = judge(wait_for(backend, patience=60, deadline=200))
-    finally:
-        backend.stop()
-    assert leftovers(engine, spec.launch_id) == []
-    return verdict.exit_code, [*said, *verdict.lines]
-
-
 def test_baseline_then_two_nodes_with_two_processes_then_the_table(image: str, tmp_path: Path) -> None:
     options = ["--output", str(tmp_path / "outputs"), "--data-dir", str(tmp_path / "data"), "--set", "epochs=1"]
     done = subprocess.run(
@@ -58,27 +39,19 @@ def test_baseline_then_two_nodes_with_two_processes_then_the_table(image: str, t
     assert len({(record["weights_sha256"], record["optimizer_sha256"]) for record in records}) == 1
 
 
-@pytest.mark.slow
-def test_one_failed_node_fails_the_cluster(image: str, engine: docker.DockerClient, tmp_path: Path) -> None:
-    spec = Spec(
-        "digits", nnodes=2, options=("--set", "epochs=100000", "--max-restarts", "0"), output=tmp_path, data=tmp_path
-    )
+def test_bad_setting_ends_every_node_with_2(image: str, engine: docker.DockerClient, tmp_path: Path) -> None:
+    spec = Spec("digits", nnodes=2, options=("--set", "global_batch=1"), output=tmp_path, data=tmp_path)
+    said: list[str] = []
     backend = ContainerBackend()
     try:
         backend.start(spec)
-        backend.follow(lambda node, line: backend.container("node-1").kill() if "epoch   1" in line else None)
-        results = wait_for(backend, patience=60, deadline=200)
+        backend.follow(lambda node, line: said.append(line))
+        verdict = judge(wait_for(backend, patience=60, deadline=200))
     finally:
         backend.stop()
-    assert results[0].exit_code == 137
-    assert results[1].exit_code != 0
-    assert judge(results).exit_code == 6
-    assert leftovers(engine, spec.launch_id) == []
-
-
-def test_bad_setting_ends_every_node_with_2(image: str, engine: docker.DockerClient, tmp_path: Path) -> None:
-    spec = Spec("digits", nnodes=2, options=("--set", "global_batch=1"), output=tmp_path, data=tmp_path)
-    exit_code, said = run_cluster(spec, engine)
-    assert exit_code == 2
+    assert verdict.exit_code == 2
     assert any("global_batch_size" in line for line in said)
     assert not any("Traceback" in line for line in said)
+    label = {"label": f"com.docker.compose.project=ddp-{spec.launch_id}"}
+    assert not engine.containers.list(all=True, filters=label)
+    assert not engine.networks.list(filters=label)

@@ -1,4 +1,4 @@
-"""What the image brings by itself: labels, what it prints, its health check, and numbers that are published."""
+"""What the image brings by itself, and what it and its services are told from outside."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 import os
 import re
 import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import docker
@@ -15,12 +13,10 @@ import pytest
 
 from tests.docker.conftest import ROOT, Project
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
 DIGEST = "73d786576316"
 """Of the weights of `digits` on every layout; README has it."""
-SECOND = 1_000_000_000
-WITHIN = 3
 
 
 def test_the_commands_that_it_prints_work_as_they_stand_and_end_with_the_published_digest(
@@ -66,51 +62,24 @@ def test_packages_of_ones_own_come_into_the_image(project: Project, engine: dock
     engine.images.remove("samebits-cpu:extra")
 
 
-@pytest.fixture
-def trained(image: str, engine: docker.DockerClient) -> Iterator[docker.models.containers.Container]:
-    """A container that trains, with the image's health check, which is impatient here."""
-    check = engine.images.get(image).attrs["Config"]["Healthcheck"]
-    assert check["Test"] == ["CMD", "ddp", "health"]
-    impatient = {"test": [*check["Test"], "--within", str(WITHIN)], "interval": SECOND, "retries": 1}
-    container = engine.containers.run(
-        image,
-        ["sh", "-c", "ddp train digits --set epochs=100000; exec sleep 100"],
-        detach=True,
-        init=True,
-        network_mode="none",
-        tmpfs={"/outputs": "mode=1777"},
-        healthcheck=impatient,
-    )
-    yield container
-    container.remove(force=True)
+def test_experiment_and_quoted_options_come_through_the_environment(project: Project) -> None:
+    options = "--set 'epochs=1' --set global_batch_size=32 --set 'model.width=8'"
+    done = project.up("single-cpu", EXPERIMENT="digits", DDP_OPTIONS=options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = project.records()
+    assert record["experiment"]["global_batch_size"] == 32
+    assert record["experiment"]["model"]["options"]["width"] == 8
 
 
-@pytest.mark.slow
-def test_health_while_training_trains_hangs_and_has_ended(trained: docker.models.containers.Container) -> None:
-    until_health(trained, "healthy", "rank 0 at step ")
-    trained.exec_run(["python", "-c", TO_THE_TRAINING, "suspend"])
-    until_health(trained, "unhealthy", "rank 0 made its last step ")
-    # A run that has ended is no run that hangs, whatever else the container does.
-    trained.exec_run(["python", "-c", TO_THE_TRAINING, "resume", "terminate"])
-    until_health(trained, "healthy", "no rank of this host trains now")
-
-
-TO_THE_TRAINING = """
-import sys, psutil
-for process in psutil.process_iter():
-    for verb in sys.argv[1:] if "digits" in process.cmdline() else []:
-        getattr(process, verb)()
-"""
-"""Calls the methods of psutil.Process that its arguments name, of every process of the training."""
-
-
-def until_health(container: docker.models.containers.Container, status: str, said: str) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        container.reload()
-        health = container.attrs["State"]["Health"]
-        last = health["Log"][-1]["Output"] if health["Log"] else ""
-        if health["Status"] == status and said in last:
-            return
-        assert time.monotonic() < deadline, f"{health}\n{container.logs().decode()[-2000:]}"
-        time.sleep(0.2)
+def test_an_image_knows_the_commit_that_it_was_built_with(project: Project, engine: docker.DockerClient) -> None:
+    """The whole suite runs in the image that Compose builds alone: test_readme_commands.py."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    project.variables |= {"GIT_COMMIT": commit, "GIT_DIRTY": "false", "IMAGE_TAG": "commit"}
+    built = project.compose("build", "--quiet", "test", timeout=300)
+    assert built.returncode == 0, built.stderr
+    shown = project.compose("run", "--rm", "test", "ddp", "--version")
+    assert f" (commit {commit[:12]}), torch " in shown.stdout, shown.stdout + shown.stderr
+    tests = ("tests/core/cli/test_help.py", "tests/core/record/test_environment.py")
+    done = project.compose("run", "--rm", "test", "pytest", *tests, "-p", "no:cacheprovider")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    engine.images.remove("samebits-test:commit")

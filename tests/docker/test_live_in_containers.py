@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from ddp_lab.cluster.cluster import Spec, wait_for
 from ddp_lab.cluster.containers import ContainerBackend
-from tests.docker.nodes import Containers, Start, run_drill
+from tests.docker.nodes import Containers, Start
 from tests.faults.scenarios import Scenario, check, on, play
 from tests.support.commands import trained
 
@@ -40,23 +38,3 @@ def test_what_must_follow_does(start: Start, digest: str, scenario: Scenario) ->
     place = Containers(start(settings, "--nnodes", allowed, epochs=EPOCHS))
     play(scenario, place)
     check(scenario, place.output, digest, *place.end())
-
-
-@pytest.mark.slow
-def test_a_drill_with_live_recovery_loses_no_step(image: str, tmp_path: Path) -> None:
-    report, _ = run_drill(
-        tmp_path,
-        """
-        settings: [epochs=40]
-        recovery: live
-        timeout: 15
-        faults:
-          - {fault: kill, node: rank-0, at_step: 30, seconds: 8}
-          - {fault: kill, node: rendezvous, at_step: 90}
-          - {fault: stop, node: random, at_step: 150}
-          - {fault: pause, node: rank-0, at_step: 250, seconds: 15}
-          - {fault: partition, node: random, at_step: 400, seconds: 20}
-        """,
-    )
-    assert [fault["outcome"] for fault in report["faults"]] == ["recovered"] * 5
-    assert (report["identical"], report["remarks"]) == (True, [])

@@ -93,6 +93,8 @@ def test_a_layout_trains(clone: Clone, command: str) -> None:
         assert done.returncode != 0
         assert "use_-f_compose.yaml_-f_compose.cpu.yaml" in done.stderr
         assert "exit 4" in done.stderr
+        assert "OCI runtime" not in done.stderr
+        assert "could not select device driver" not in done.stderr
         assert len(clone.statuses()) == before
     else:
         assert done.returncode == 0, done.stdout + done.stderr

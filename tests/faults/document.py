@@ -34,7 +34,8 @@ def main(folders: list[str]) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="ddp-records-") as folder:
         code = run_tests(Path(folder))
-        others = [record for record in known() if not is_of_processes(record)]
+        # Those of processes are made anew, under whichever name.
+        others = [record for record in known() if str(record["test"]).startswith("tests/docker/")]
         write(merge(others, read(Path(folder))))
     return code
 
@@ -42,14 +43,9 @@ def main(folders: list[str]) -> int:
 def run_tests(folder: Path) -> int:
     """Run every test that the matrix names, with records in `folder`; return pytest's exit code."""
     tests = sorted({test for row in ROWS for test in row.tests})
-    words = ["-p", "tests.faults.recording", "-q", *tests]
+    words = ["-p", "tests.faults.matrix", "-q", *tests]
     settings = os.environ | {RECORDS: str(folder)}
     return subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=settings, check=False).returncode
-
-
-def is_of_processes(record: dict[str, Any]) -> bool:
-    """Whether the record comes from a test that `run_tests` runs again, or has run under another name."""
-    return not str(record["test"]).startswith("tests/docker/")
 
 
 def known() -> list[dict[str, Any]]:

@@ -6,19 +6,16 @@ import contextlib
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
 
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.distributed.world import free_port
-from ddp_core.record.directory import RunDirectory
-from tests.faults.scenarios import Event
-from tests.support.commands import Ended, ddp, forked, trained, wait_until
+from tests.faults.scenarios import Event, Place
+from tests.support.commands import Forked, ddp, forked_as, trained, wait_until
 from tests.support.processes import HANG
 
 DOTS = str(Path(__file__).parent / "experiment_files" / "dots.py")
@@ -30,58 +27,24 @@ RANK = "ddp-rank-"
 """What `ps` calls a worker, before its rank."""
 
 
-class Launch:
-    """One `ddp` command and everything below it, started in a session of its own.
-
-    Each micro-batch of `dots` takes `pause` seconds longer until the file `hurry` exists. The processes are killed when
-    the `with` block ends. Raises AssertionError if the launch leaves a process behind.
-    """
-
-    def __init__(self, *words: str | Path, pause: float = 0.0, hurry: Path | None = None) -> None:
-        self._context = forked(*words, env={"DOTS_PAUSE": str(pause), "DOTS_HURRY": str(hurry or "")})
-
-    def __enter__(self) -> Self:
-        self._process = self._context.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            print(self.output(), self.errors(), sep="\n")
-        self.kill()
-        self._context.__exit__(kind, error, trace)
-
-    @property
-    def pid(self) -> int:
-        """The process id of the launcher."""
-        return self._process.pid
-
-    @property
-    def lives(self) -> bool:
-        """Whether the launcher still runs."""
-        return self._process.lives
+class Launch(Forked):
+    """One `ddp` command and everything below it, started in a session of its own."""
 
     def output(self) -> str:
         """What the launch has written to standard output until now."""
-        return self._process.said()[0]
+        return self.said()[0]
 
     def errors(self) -> str:
         """What the launch has written to standard error until now."""
-        return self._process.said()[1]
-
-    def wait(self, timeout: float = HANG) -> Ended:
-        """Wait for the launcher; return how it ended. Raises AssertionError after `timeout` seconds."""
-        return self._process.end(timeout)
+        return self.said()[1]
 
     def workers(self) -> dict[int, psutil.Process]:
         """The workers that live now, by rank."""
         found = {}
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(self.pid).children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    if (name := child.name()).startswith(RANK) and child.status() != psutil.STATUS_ZOMBIE:
-                        found[int(name.removeprefix(RANK))] = child
+        for child in self.everything()[1:]:
+            with contextlib.suppress(psutil.Error):
+                if (name := child.name()).startswith(RANK) and child.status() != psutil.STATUS_ZOMBIE:
+                    found[int(name.removeprefix(RANK))] = child
         return found
 
     def everything(self) -> list[psutil.Process]:
@@ -104,6 +67,24 @@ class Launch:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the launcher alone."""
         os.kill(self.pid, number)
+
+
+@contextlib.contextmanager
+def launched(*words: str | Path, pause: float = 0.0, hurry: Path | None = None) -> Iterator[Launch]:
+    """Start `ddp WORDS`; its processes are killed when the block ends.
+
+    Each micro-batch of `dots` takes `pause` seconds longer until the file `hurry` exists. Raises AssertionError if the
+    launch leaves a process behind.
+    """
+    env = {"DOTS_PAUSE": str(pause), "DOTS_HURRY": str(hurry or "")}
+    with forked_as(Launch, *words, env=env) as started:
+        try:
+            yield started
+        except BaseException:
+            print(*started.said(), sep="\n")
+            raise
+        finally:
+            started.kill()
 
 
 def train_words(output: Path, *words: str | Path, ranks: int = 2, experiment: str | Path = DOTS) -> list[str]:
@@ -129,12 +110,12 @@ def nodes(
         full = train_words(output, *words, "--nnodes", allowed or f"1:{count}", *meeting, ranks=ranks)
 
         def start() -> Launch:
-            return stack.enter_context(Launch(*full, pause=pause, hurry=output / HURRY))
+            return stack.enter_context(launched(*full, pause=pause, hurry=output / HURRY))
 
         yield [start() for _ in range(count)], start, store
 
 
-class Processes:
+class Processes(Place):
     """The place of scenarios where a node is a launch of this machine."""
 
     def __init__(self, output: Path, launches: Iterable[Launch], start: Callable[[], Launch], store: Store) -> None:
@@ -166,7 +147,7 @@ class Processes:
             case "ask":
                 for launch in whom:
                     launch.signal(signal.SIGTERM)
-                    left = launch.wait()
+                    left = launch.end()
                     assert left.code == 75, left.errors
                     assert "this node has left the others, who go on (SIGTERM)" in left.errors
             case "stop":
@@ -188,7 +169,7 @@ class Processes:
         for launch in whom:
             launch.signal(signal.SIGTERM)
         for launch in self.here:
-            ended = launch.wait()
+            ended = launch.end()
             assert (ended.code, "; saved, continue with `ddp train " in ended.errors) == (75, True), ended.errors
             assert launch in whom or "(another rank was asked to); saved" in ended.errors
         directory, record = trained(self.output)
@@ -214,17 +195,8 @@ class Processes:
         """What each launch has said that is here."""
         return {launch: launch.output() + launch.errors() for launch in self.here}
 
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait until this is so."""
-        wait_until(lambda: bool(condition()), HANG, what)
-
     def step(self) -> int:
-        """The last step in metrics.jsonl."""
         return self._watch.step()
-
-    def nnodes(self) -> int:
-        """On how many nodes the run trains, by its record."""
-        return int(trained(self.output)[1]["attempts"][-1]["layout"]["nnodes"])
 
     def new_step(self, since: float) -> float:
         """Wait for a resume after the moment `since`, then for a step; the seconds until then."""
@@ -232,7 +204,7 @@ class Processes:
 
     def end(self) -> None:
         """Wait until all that are here have ended with 0."""
-        ended = [launch.wait() for launch in self.here]
+        ended = [launch.end() for launch in self.here]
         assert {end.code for end in ended} == {0}, [end.errors for end in ended]
 
 
@@ -246,14 +218,14 @@ class Store:
 
     def start(self) -> None:
         """Start the rendezvous, and wait until it listens."""
-        self.launch = store = self._stack.enter_context(Launch("rendezvous", "--port", str(self.port)))
+        self.launch = store = self._stack.enter_context(launched("rendezvous", "--port", str(self.port)))
         wait_until(lambda: "listening" in store.output(), HANG, "the rendezvous listens")
 
     def kill(self) -> None:
         """End the rendezvous by SIGKILL."""
         assert self.launch is not None
         self.launch.kill()
-        self.launch.wait()
+        self.launch.end()
 
     def __enter__(self) -> Self:
         self.start()
@@ -287,10 +259,6 @@ class Watch:
         """Wait until this step is done."""
         wait_until(lambda: self.step() >= step, HANG, f"step {step}")
 
-    def wait_for_record(self) -> None:
-        """Wait until run.json exists."""
-        wait_until(lambda: any(self.output.glob("*/*/run.json")), HANG, "run.json")
-
     def wait_for_new_step(self, since: float) -> float:
         """Wait for a resume after the moment `since`, then for a step; return the seconds from `since` to the step."""
         first = [0.0]
@@ -303,11 +271,6 @@ class Watch:
 
         wait_until(found, HANG, "a new step")
         return first[0] - since
-
-    def layout(self) -> str:
-        """The label of the layout in run.json."""
-        (path,) = self.output.glob("*/*/run.json")
-        return str(RunDirectory(path.parent).read()["layout"]["label"])
 
     def when_struck(self, fault: str) -> float:
         """The time at which a scripted fault happened, in seconds since 1970."""
@@ -328,8 +291,3 @@ def check_aftermath(output: Path, digest: str, steps: int = 80) -> dict[str, Any
     assert (record["status"], record["exit_code"], record["weights_sha256"]) == ("completed", 0, digest)
     assert record["result"]["steps"] == steps
     return record
-
-
-def now() -> float:
-    """The wall clock in seconds since 1970, as in metrics.jsonl."""
-    return time.time()

@@ -1,11 +1,14 @@
 """The fault matrix: the tests that produce each fault of docs/reference/faults.md, and the limits of its times.
 
-`record_row` records what a test has seen, and fails the test where that took longer than the row allows.
+`record_row` records what a test has seen, and fails the test where that took longer than the row allows. As a plugin of
+pytest (`-p tests.faults.matrix`, with DDP_FAULT_RECORDS) this module records which tests of the rows have passed.
 `python -m tests.faults.document` writes the records into the table of docs/reference/faults.md.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import json
 import os
 import re
@@ -16,12 +19,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.faults.scenarios import SCENARIOS
 
 RECORDS = "DDP_FAULT_RECORDS"
 """Environment variable: the folder that records are written to; without it none are."""
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "faults.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reference" / "faults.md"
 
 NOTICED = "noticed"
 """From the fault to the first message of a process that is left."""
@@ -51,98 +57,41 @@ LIMITS: dict[int, dict[str, float]] = {
 IN_CONTAINERS = {2, 3, 5, 6, 7, 8, 16, 22, 23, 28, 31, 32}
 """The rows that drills in containers produce; all but 6 and 16 are produced on processes, too."""
 
-TESTS: dict[str, dict[str, tuple[int, ...]]] = {
-    "tests/faults/test_losses.py": {
-        "test_a_killed_worker_is_replaced": (1,),
-        "test_a_killed_worker_is_named_where_its_peer_left_sooner": (1,),
-        "test_twenty_kills_are_twenty_recoveries": (1,),
-        "test_workers_leave_with_their_launcher": (4,),
-        "test_a_stopped_worker_is_replaced": (5,),
-        "test_a_slow_worker_is_named_not_killed": (7,),
-        "test_an_exception_is_told_once_by_the_rank_that_raised": (15,),
-    },
-    "tests/faults/test_nodes.py": {
-        "test_a_rendezvous_that_stays_away_ends_in_6": (3,),
-        "test_an_exception_on_one_node_ends_both": (15,),
-    },
-    "tests/faults/test_saves.py": {
-        "test_a_full_disk_of_one_rank_ends_the_run_and_loses_one_save": (8,),
-        "test_a_damaged_checkpoint_is_passed_over": (10, 11),
-        "test_no_valid_checkpoint_is_the_end": (10,),
-        "test_a_malicious_checkpoint_is_refused_not_run": (13,),
-    },
-    "tests/core/checkpoint/test_checkpoint_faults.py": {
-        "test_a_file_limit_is_a_full_disk_and_the_checkpoint_before_loads": (8,),
-        "test_a_full_disk_is_seen_before_and_during_the_write": (8,),
-        "test_a_kill_at_any_point_of_a_save_leaves_the_newest_complete_checkpoint": (9,),
-        "test_many_kills_at_random_times_lose_no_committed_checkpoint": (9,),
-        "test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so": (10,),
-        "test_nothing_but_damaged_checkpoints_is_the_end_of_it": (10,),
-        "test_any_flipped_bit_of_the_data_is_found_before_it_is_loaded": (11,),
-        "test_the_checkpoint_of_another_model_is_refused_with_the_difference": (12,),
-        "test_a_malicious_pickle_with_a_valid_manifest_is_refused_not_run": (13,),
-        "test_a_read_only_directory_is_met_before_the_first_step": (22,),
-    },
-    "tests/core/checkpoint/test_parts.py": {
-        "test_a_kill_of_either_rank_at_any_point_leaves_the_newest_complete_checkpoint": (9,),
-    },
-    "tests/core/test_bad_input.py": {
-        "test_a_checkpoint_of_another_experiment_is_refused": (12,),
-        "test_bad_input_is_refused_before_anything_is_started": (18, 21, 23),
-        "test_a_batch_that_does_not_divide_among_ranks_names_the_nearest_that_do": (20,),
-        "test_an_output_that_cannot_be_written": (22,),
-    },
-    "tests/faults/test_numbers.py": {
-        "test_a_nan_on_one_rank_stops_all_before_the_update": (14,),
-        "test_a_nan_is_skipped_on_all_ranks_when_told_to": (14,),
-        "test_uneven_shares_end_together_with_the_same_weights": (17,),
-        "test_held_out_samples_count_once_on_every_layout": (19,),
-        "test_what_differs_on_one_rank_is_found_before_training": (27,),
-    },
-    "tests/distributed/test_layouts.py": {
-        "test_plain_reduction_with_a_ragged_end_leaves_nobody_waiting": (17,),
-    },
-    "tests/faults/test_places.py": {
-        "test_a_rendezvous_on_a_port_in_use": (24,),
-        "test_a_process_group_on_a_port_in_use": (24,),
-        "test_a_second_run_in_a_directory_is_told_who_is_there": (30,),
-        "test_a_second_launch_beside_a_live_run_trains_only_where_it_is_told_to": (30,),
-    },
-    "tests/distributed/test_process_group.py": {
-        "test_an_interface_that_does_not_exist_is_named_with_those_that_do": (25,),
-        "test_a_missing_rank_is_named_within_the_timeout": (26,),
-        "test_a_rank_that_is_there_twice_is_named": (26,),
-    },
-    "tests/faults/test_requests.py": {
-        "test_a_stopped_run_has_lost_nothing_and_goes_on_elsewhere": (28, 32),
-    },
-    "tests/core/distributed/test_stop.py": {
-        "test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened": (28, 29),
-        "test_a_schedulers_early_signal_and_a_time_limit_stop_alike": (28,),
-        "test_a_signal_to_every_process_at_once_asks_once": (28,),
-        "test_a_second_interrupt_leaves_at_once": (29,),
-    },
-    "tests/core/record/test_run_lock.py": {
-        "test_the_second_run_in_a_directory_is_told_who_holds_it": (30,),
-    },
-    "tests/faults/test_disks.py": {
-        "test_a_run_whose_shared_memory_is_filled_by_others_says_so_at_once": (31,),
-        "test_a_run_whose_directory_is_removed_says_so": (33,),
-        "test_a_run_whose_file_system_is_shut_down_says_so": (34,),
-        "test_a_run_whose_file_system_becomes_read_only_says_so": (34,),
-        "test_a_disk_without_an_answer_is_told_and_waited_for": (34,),
-        "test_too_few_open_files_are_refused_before_they_run_out": (35,),
-    },
-    "tests/distributed/test_resume.py": {
-        "test_killed_three_times_on_other_layouts": (32,),
-    },
-    "tests/core/base/test_process.py": {
-        "test_process_1_waits_for_what_is_orphaned": (36,),
-        "test_process_1_passes_signals_on": (36,),
-        "test_a_launcher_that_is_process_1_leaves_no_zombie": (36,),
-    },
+ALSO: dict[str, tuple[int, ...]] = {
+    "tests/faults/test_losses.py::test_a_killed_worker_is_named_where_its_peer_left_sooner": (1,),
+    "tests/faults/test_saves.py::test_a_damaged_checkpoint_is_passed_over": (10, 11),
+    **dict.fromkeys(
+        (
+            "tests/core/checkpoint/test_checkpoint_faults.py::test_a_full_disk_is_seen_before_and_during_the_write",
+            "tests/core/checkpoint/test_checkpoint_faults.py"
+            "::test_a_file_limit_is_a_full_disk_and_the_checkpoint_before_loads",
+        ),
+        (8,),
+    ),
+    "tests/core/test_bad_input.py::test_bad_input_is_refused_before_anything_is_started": (18, 21, 23),
+    "tests/distributed/test_layouts.py::test_plain_reduction_with_a_ragged_end_leaves_nobody_waiting": (17,),
+    "tests/core/distributed/test_stop.py::test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened": (28, 29),
+    "tests/core/record/test_run_lock.py::test_the_second_run_in_a_directory_is_told_who_holds_it": (30,),
 }
-"""The tests on processes by file, each with its rows; those of the scenarios of processes come to these."""
+"""Tests of rows that record nothing, or whose source does not say for which row."""
+
+
+@functools.cache
+def recording_tests() -> dict[str, set[int]]:
+    """The tests on processes whose source has a call of `record_row`, each with its rows."""
+    found: dict[str, set[int]] = {}
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        name, text = file.relative_to(ROOT).as_posix(), file.read_text()
+        if "record_row(" in text and not name.startswith("tests/docker/") and name != "tests/faults/test_matrix.py":
+            for test in ast.parse(text).body:
+                if isinstance(test, ast.FunctionDef) and test.name.startswith("test_"):
+                    found[f"{name}::{test.name}"] = {
+                        call.args[0].value
+                        for call in ast.walk(test)
+                        if isinstance(call, ast.Call) and ast.unparse(call.func) == "record_row"
+                        if isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, int)
+                    }
+    return found
 
 
 @dataclass(frozen=True)
@@ -163,7 +112,8 @@ class Row:
 
     @property
     def tests(self) -> list[str]:
-        named = [f"{file}::{name}" for file, tests in TESTS.items() for name in tests if self.number in tests[name]]
+        of_all = [*recording_tests().items(), *ALSO.items()]
+        named = [test for test, rows in of_all if self.number in rows]
         follows = "tests/faults/test_nodes.py::test_what_must_follow_does"
         return named + [f"{follows}[{each.name}]" for each in SCENARIOS if each.row == self.number]
 
@@ -192,15 +142,28 @@ def record_row(row: int, outcome: str, times: Mapping[str, float] | None = None,
         test = by or os.environ.get("PYTEST_CURRENT_TEST", "").partition(" (")[0]
         seconds = {what: round(took, 3) for what, took in (times or {}).items()}
         record = {"row": row, "outcome": outcome, "seconds": seconds, "test": test, "measured": here_and_now()}
-        Path(folder).mkdir(parents=True, exist_ok=True)
         name = re.sub(r"\W+", "-", test.rpartition("::")[2]) or uuid.uuid4().hex
-        (Path(folder) / f"row-{row:02d}-{name}.json").write_text(json.dumps(record) + "\n")
-        assert not (late := above_limits(row, seconds)), f"row {row}: {late}"
+        _write(Path(folder), f"row-{row:02d}-{name}.json", record)
+        if late := above_limits(row, seconds):
+            raise AssertionError(f"row {row}: {late}")
 
 
 def rows_of(test: str) -> list[int]:
     """The rows that name this test, whose name may have parameters."""
     return [row.number for row in ROWS if {test, test.partition("[")[0]} & set(row.tests)]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write `test-<name>.json` with the rows that name the test, its outcome and its seconds."""
+    folder, rows = os.environ.get(RECORDS), rows_of(report.nodeid)
+    if folder and rows and (report.when == "call" or report.skipped):
+        record = {"rows": rows, "test": report.nodeid, "result": report.outcome, "seconds": report.duration}
+        _write(Path(folder), f"test-{re.sub(r'[^A-Za-z0-9]+', '-', report.nodeid)}.json", record)
+
+
+def _write(folder: Path, name: str, record: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(record) + "\n")
 
 
 def above_limits(row: int, seconds: Mapping[str, float]) -> dict[str, float]:

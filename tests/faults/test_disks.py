@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.launches import Launch, Watch, check_aftermath, train_words
+from tests.faults.launches import Watch, check_aftermath, launched, train_words
 from tests.faults.matrix import record_row
-from tests.faults.workers import run_workers
-from tests.support.commands import Ended, wait_until
+from tests.support.commands import Ended, run_workers, wait_until
 from tests.support.mounts import ext4, see_instead, shut_down, tmpfs
 from tests.support.processes import HANG
 
@@ -36,10 +35,10 @@ def said_once(ended: Ended, *patterns: str) -> None:
 def hurt(output: Path, ranks: int, harm: Callable[[], object]) -> Ended:
     """How a run below `output` ends that meets `harm` after its third step."""
     words = train_words(output, *(["--layout", "single"] if ranks == 1 else []), ranks=ranks)
-    with Launch(*words, pause=0.02) as launch:
+    with launched(*words, pause=0.02) as launch:
         Watch(output).wait_for_step(3)
         harm()
-        return launch.wait()
+        return launch.end()
 
 
 def _keep_full(directory: Path, until: Callable[[], bool]) -> None:
@@ -89,7 +88,7 @@ def test_a_run_whose_file_system_becomes_read_only_says_so(tmp_path: Path) -> No
 def test_a_disk_without_an_answer_is_told_and_waited_for(tmp_path: Path, digest: str) -> None:
     with ext4(tmp_path / "disk") as disk:
         output = disk / "outputs"
-        with Launch(*train_words(output, "--guard", "off", "--timeout", "120"), pause=0.02) as launch:
+        with launched(*train_words(output, "--guard", "off", "--timeout", "120"), pause=0.02) as launch:
             Watch(output).wait_for_step(3)
             # What waits for a file server that is mounted "hard" is in the same state.
             subprocess.run(["fsfreeze", "--freeze", disk], check=True)
@@ -97,7 +96,7 @@ def test_a_disk_without_an_answer_is_told_and_waited_for(tmp_path: Path, digest:
                 wait_until(lambda: "no answer from a disk" in launch.errors(), HANG, "the wait is told")
             finally:
                 subprocess.run(["fsfreeze", "--unfreeze", disk], check=True)
-            ended = launch.wait()
+            ended = launch.end()
         assert ended.code == 0, ended.errors
         assert re.search(r"rank \d.* \(node 0\) has had no answer from a disk or a file server for 15 s", ended.errors)
         assert len(check_aftermath(output, digest)["attempts"]) == 1

@@ -13,19 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
-from ddp_core.adapters.dealing import deal
 from ddp_core.base.errors import ExitCode
 from ddp_core.record.directory import find_runs
-from tests.adapters.test_keyed_loading import Noise, masked
-from tests.adapters.test_repeat_check import Net, train
 from tests.support import quick
 from tests.support.commands import LAUNCHER_VARIABLES
-from tests.support.layout_cases import FILES
 from tests.support.processes import run_processes
-from tests.support.wording import refusing
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -37,7 +30,6 @@ OFF: Mapping[str, Mapping[str, Any]] = {
         "ddp_core.reduction.watching.WrittenParameters.refuse_changes": nothing,
         "ddp_core.trainers.data_parallel.DataParallelStrategy._require_same_parameters": nothing,
     },
-    "foreign buffers": {"ddp_core.reduction.watching.ForeignBuffers.refuse_changed": nothing},
     "hooks of replicas": {"ddp_core.trainers.data_parallel.share_hooks": nothing},
     "keyed draws": {"ddp_core.base.seeds.key_draws": nothing, "ddp_core.data.loader.key_draws": nothing},
 }
@@ -46,6 +38,7 @@ OFF: Mapping[str, Mapping[str, Any]] = {
 DP = ("--layout", "dp", "--nproc-per-node", "3")
 DDP = ("--layout", "ddp", "--nproc-per-node", "2")
 STRICT = ("--guard", "strict")
+TESTS = Path(__file__).parents[1]
 
 
 def run(output: Path, off: str, words: tuple[str, ...], habit: str) -> tuple[int, str]:
@@ -66,8 +59,8 @@ def _train(rank: int, world_size: int, output: Path, off: str, words: tuple[str,
         return quick.main(["train", *words, "--device", "cpu", "--rehearsal", "on", "--output", str(output)])
 
 
-def file(name: str, kind: str = "") -> tuple[str, ...]:
-    return (str(FILES / f"{name}.py"), *(("--set", f"model.kind={kind}") if kind else ()))
+def file(name: str, kind: str) -> tuple[str, ...]:
+    return (str(TESTS / "distributed" / "experiment_files" / f"{name}.py"), "--set", f"model.kind={kind}")
 
 
 def case(off: str, *words: str, habit: str = "", fast: bool = False) -> Any:
@@ -77,7 +70,7 @@ def case(off: str, *words: str, habit: str = "", fast: bool = False) -> Any:
 
 
 NOBODY = "what nobody foresaw"
-FOREIGN = file("foreign_code")
+FOREIGN = (str(TESTS / "core" / "run" / "experiment_files" / "foreign_code.py"),)
 
 
 @pytest.mark.full
@@ -86,8 +79,6 @@ FOREIGN = file("foreign_code")
     [
         # A forward that writes to its weights.
         case("written parameters", *file("writing", "decay"), *DDP),
-        # Buffers that forward changes, and reads; a count that only shows where ranks count unlike.
-        case("foreign buffers", *file("changing", "codebook"), *DDP),
         # Hooks on weights.
         case("hooks of replicas", *file("changing", "hooks"), *DP, fast=True),
         # Random numbers.
@@ -101,27 +92,3 @@ def test_it_is_found_with_its_mend_switched_off(tmp_path: Path, off: str, words:
     code, said = run(tmp_path, off, words, habit)
     assert (code, "Traceback" in said) == (ExitCode.BAD_INPUT, False), (code, said)
     assert not any(record["status"] == "completed" for _, record in find_runs(tmp_path))
-
-
-# Under the adapters.
-class Unkeyed:
-    """Seeds nothing, in the place of MicroBatchSeed."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    begin = __call__ = update = nothing
-
-
-def test_a_loader_that_is_not_keyed_is_found_by_reading_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_core.adapters.keyed_loading.MicroBatchSeed", Unkeyed)
-    loader = deal(DataLoader(Noise(), 5, collate_fn=masked), 6, 0, 0, 2)
-    with refusing():
-        list(loader)
-
-
-def test_a_model_whose_draws_are_not_keyed_is_found_by_computing_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_core.adapters.micro_steps.MicroBatchSeed", Unkeyed)
-    with torch.random.fork_rng():
-        said, _ = train(Net)
-    assert "computes it again, so it does not follow from the weights, the micro-batch and the step alone" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.directory import RunDirectory
-from tests.faults.launches import DOTS, Launch, Watch, check_aftermath, train_words, undisturbed
+from tests.faults.launches import DOTS, Watch, check_aftermath, launched, train_words, undisturbed
 from tests.faults.scenarios import Scenario, check_no_step_again, on
 from tests.support.commands import Ended, ddp, trained, wait_until
 from tests.support.processes import HANG
@@ -152,37 +153,37 @@ def test_where_it_cannot_be_had_it_is_refused(tmp_path: Path, code: str, words: 
     said_as_before(ended.errors)
 
 
+READS = """
+import os
+from dataclasses import replace
+from dots import dots as made, experiment, network
+
+def dots(size: int = 96, held_out: int = 10):
+    with open({built!r}, "a") as lines:
+        print(os.getpid(), file=lines)
+    return replace(made(size, held_out), digest=None, files=(__file__,))
+"""
+
+
 @pytest.mark.slow
 def test_each_process_reads_the_data_once_and_a_new_one_before_it_joins(tmp_path: Path) -> None:
-    file, built = tmp_path / "dots.py", tmp_path / "built.txt"
-    builder = (
-        "\n\ndef dots(size: int = 96, held_out: int = 10) -> Splits:\n"
-        f"    with open({str(built)!r}, 'a') as lines:\n"
-        "        print(os.getpid(), file=lines)\n"
-        "    return dataclasses.replace(made(size, held_out), digest=None, files=(__file__,))\n"
-    )
-    text = (
-        Path(DOTS)
-        .read_text()
-        .replace("def dots(", "def made(")
-        .replace("import os\n", "import dataclasses\nimport os\n")
-    )
-    file.write_text(text + builder)
+    file, built = tmp_path / "mine.py", tmp_path / "built.txt"
+    shutil.copy(DOTS, tmp_path / "dots.py")
+    file.write_text(READS.format(built=str(built)))
     watch = Watch(tmp_path / "output")
     words = train_words(
         watch.output, "--recovery", "live", "--timeout", "20", "--guard", "off", ranks=3, experiment=file
     )
-    with Launch(*words, pause=0.05) as launch:
+    with launched(*words, pause=0.05) as launch:
         watch.wait_for_step(10)
         launch.workers()[0].kill()
         wait_until(lambda: len(watch.records("resume")) > 1, HANG, "a new worker joins")
         workers = {str(process.pid) for process in launch.workers().values()}
-        ended = launch.wait()
+        ended = launch.end()
     assert ended.code == 0, ended.errors
     assert len(workers) == 3
-    assert {pid: count for pid, count in Counter(built.read_text().split()).items() if pid in workers} == dict.fromkeys(
-        workers, 1
-    )
+    counts = Counter(built.read_text().split())
+    assert [counts[pid] for pid in workers] == [1] * 3
     _, record = trained(watch.output)
     assert record["data"]["parts"] == 1, "also where the newest rank 0 has not read the files"
     (digested,) = [line for line in ended.output.splitlines() if "data: digested" in line]

@@ -7,25 +7,21 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
-from ddp_core.config.layout import SHARD_MODES, ShardMode
 from ddp_core.distributed.processes import state_of
 from ddp_core.observe.metrics import read_metrics
 from tests.faults.launches import (
     DOTS,
-    Launch,
     Watch,
     check_aftermath,
-    now,
+    launched,
     train_words,
     undisturbed,
 )
 from tests.faults.matrix import AGAIN, LATE, NOTICED, record_row
-from tests.faults.workers import run_workers
-from tests.support.commands import Ended, ddp, trained, wait_until
+from tests.support.commands import Ended, ddp, run_workers, trained, wait_until
 from tests.support.processes import HANG
 
 PAUSE = 0.002
@@ -36,26 +32,21 @@ KILLED = (
 )
 
 
-each_share = pytest.mark.parametrize(
-    "shard", ["none", *(pytest.param(mode, marks=pytest.mark.slow) for mode in SHARD_MODES)]
-)
-
-
 def struck(output: Path, fault: str, word: str, *words: str, ranks: int) -> tuple[Ended, float, float]:
     """How a launch ends that meets the fault, and how long after it the launch has said `word`, and trained again."""
     watch = Watch(output)
-    with Launch(*train_words(output, *words, "--fault", fault, ranks=ranks), pause=PAUSE) as launch:
+    with launched(*train_words(output, *words, "--fault", fault, ranks=ranks), pause=PAUSE) as launch:
         wait_until(lambda: word in launch.errors(), HANG, "the loss is noticed")
-        noticed = now() - watch.when_struck(fault)
+        noticed = time.time() - watch.when_struck(fault)
         recovered = watch.wait_for_new_step(watch.when_struck(fault))
-        ended = launch.wait()
+        ended = launch.end()
     assert ended.code == 0, ended.errors
     return ended, noticed, recovered
 
 
 @pytest.mark.full
-@each_share
-def test_a_killed_worker_is_replaced(tmp_path: Path, digest: str, shard: ShardMode | Literal["none"]) -> None:
+@pytest.mark.parametrize("shard", ["none", pytest.param("parameters", marks=pytest.mark.slow)])
+def test_a_killed_worker_is_replaced(tmp_path: Path, digest: str, shard: str) -> None:
     words = ("--shard", shard, *RESTART)
     ended, noticed, recovered = struck(tmp_path, "kill@30:1", "killed", *words, ranks=2 if shard == "none" else 3)
     assert ended.errors == KILLED.format(1)
@@ -66,14 +57,12 @@ def test_a_killed_worker_is_replaced(tmp_path: Path, digest: str, shard: ShardMo
 
 
 @pytest.mark.slow
-@each_share
-def test_a_stopped_worker_is_replaced(tmp_path: Path, digest: str, shard: ShardMode | Literal["none"]) -> None:
-    words = ("--shard", shard, *RESTART, "--timeout", "3")
-    ended, noticed, recovered = struck(tmp_path, "pause@30:1", "is stopped", *words, ranks=2 if shard == "none" else 3)
+def test_a_stopped_worker_is_replaced(tmp_path: Path, digest: str) -> None:
+    ended, noticed, recovered = struck(tmp_path, "pause@30:1", "is stopped", *RESTART, "--timeout", "3", ranks=2)
     assert "rank 1 (node 0) is stopped; it is killed now" in ended.errors
     assert noticed > 3
     check_aftermath(tmp_path, digest)
-    said = f"worker, --shard {shard}: noticed {noticed - 3:.1f} s after the timeout, same weights"
+    said = f"worker: noticed {noticed - 3:.1f} s after the timeout, same weights"
     record_row(5, said, {LATE: noticed - 3, AGAIN: recovered})
 
 
@@ -94,16 +83,16 @@ def test_twenty_kills_are_twenty_recoveries(tmp_path: Path) -> None:
     expected = undisturbed(tmp_path / "undisturbed", *length)
     watch = Watch(tmp_path / "run")
     words = train_words(tmp_path / "run", *RESTART, *length, "--max-restarts", "30", ranks=3)
-    with Launch(*words, pause=PAUSE) as launch:
+    with launched(*words, pause=PAUSE) as launch:
         watch.wait_for_step(1)
         for number in range(20):
             time.sleep(chance.uniform(0, 0.5))
             victim = chance.choice(sorted(launch.workers().items()))
-            struck = now()
+            struck = time.time()
             victim[1].kill()
             seconds.append(watch.wait_for_new_step(struck))
             assert launch.errors().count("was killed (SIGKILL)") == number + 1
-        assert launch.wait(600).code == 0
+        assert launch.end(600).code == 0
     record = check_aftermath(tmp_path / "run", expected, epochs * 8)
     assert len(record["attempts"]) == 21
     worst = max(seconds)
@@ -114,7 +103,7 @@ def test_twenty_kills_are_twenty_recoveries(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("when", ["while it trains", pytest.param("while it starts", marks=pytest.mark.slow)])
 def test_workers_leave_with_their_launcher(tmp_path: Path, digest: str, when: str) -> None:
-    with Launch(*train_words(tmp_path), pause=0.1) as launch:
+    with launched(*train_words(tmp_path), pause=0.1) as launch:
         if when == "while it trains":
             Watch(tmp_path).wait_for_step(10)
         else:
@@ -124,7 +113,7 @@ def test_workers_leave_with_their_launcher(tmp_path: Path, digest: str, when: st
         launch.signal(signal.SIGKILL)
         wait_until(lambda: not any(state_of(worker.pid) != "gone" for worker in workers), HANG, "the workers are gone")
         gone = time.monotonic() - started
-        assert launch.wait().code == -signal.SIGKILL
+        assert launch.end().code == -signal.SIGKILL
     if when == "while it trains":
         assert Watch(tmp_path).step() < 80, "they did not wait for the end of the training"
         assert ddp("train", DOTS, "--device", "cpu", "--output", tmp_path, "--resume", "auto").code == 0
@@ -137,8 +126,8 @@ def test_workers_leave_with_their_launcher(tmp_path: Path, digest: str, when: st
 @pytest.mark.full
 def test_an_exception_is_told_once_by_the_rank_that_raised(tmp_path: Path, digest: str) -> None:
     started = time.monotonic()
-    with Launch(*train_words(tmp_path, "--fault", "raise@13:1")) as launch:
-        ended = launch.wait()
+    with launched(*train_words(tmp_path, "--fault", "raise@13:1")) as launch:
+        ended = launch.end()
     seconds = time.monotonic() - started
     assert ended.code == 2
     assert "Traceback" not in ended.errors, "no frame of it is the user's"

@@ -10,10 +10,8 @@ import pytest
 
 from ddp_core.observe.faults import KINDS
 from tests.faults import document
-from tests.faults.matrix import COMMAND, PAGE, RECORDS, ROWS, above_limits, record_row
+from tests.faults.matrix import COMMAND, PAGE, RECORDS, ROOT, ROWS, above_limits, record_row
 from tests.support.wording import refusing
-
-ROOT = Path(__file__).parents[2]
 
 
 def functions(file: str) -> set[str]:
@@ -32,14 +30,6 @@ def test_every_row_on_processes_has_tests_that_exist() -> None:
         for test in row.tests:
             file, _, name = test.partition("::")
             assert name.partition("[")[0] in functions(file), test
-
-
-def test_no_test_of_the_matrix_is_left_out_of_it() -> None:
-    named = {test.partition("[")[0] for row in ROWS for test in row.tests}
-    for file in ("disks", "losses", "nodes", "numbers", "places", "requests", "saves"):
-        path = f"tests/faults/test_{file}.py"
-        tests = {f"{path}::{name}" for name in functions(path) if name.startswith("test_")}
-        assert tests <= named
 
 
 def test_a_time_above_its_limit_is_recorded_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

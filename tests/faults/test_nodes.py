@@ -71,7 +71,7 @@ def test_a_rendezvous_that_stays_away_ends_in_6(tmp_path: Path) -> None:
         Watch(tmp_path).wait_for_step(10)
         started = time.monotonic()
         store.kill()
-        ended = [launch.wait() for launch in launches]
+        ended = [launch.end() for launch in launches]
         seconds = time.monotonic() - started
     assert [end.code for end in ended] == [6, 6]
     assert all("start `ddp rendezvous --port PORT` there" in end.errors for end in ended)
@@ -86,7 +86,7 @@ def test_a_rendezvous_that_stays_away_ends_in_6(tmp_path: Path) -> None:
 def test_an_exception_on_one_node_ends_both(tmp_path: Path, recovery: str) -> None:
     words = ("--recovery", recovery, "--fault", "raise@13:1")
     with nodes(2, tmp_path, *words, pause=PAUSE[recovery], allowed="2:2") as (launches, _, _):
-        ended = sorted((launch.wait() for launch in launches), key=lambda end: end.code)
+        ended = sorted((launch.end() for launch in launches), key=lambda end: end.code)
     assert [end.code for end in ended] == [2, 6], [end.errors for end in ended]
     assert ended[0].errors.endswith("ddp: error: rank 1 (node 1): RuntimeError: scripted fault raise@13:1\n")
     assert ended[1].errors.endswith("another node has ended this launch; its own message says why\n")

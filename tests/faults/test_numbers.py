@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,7 @@ from ddp_core import cli
 from ddp_core.checkpoint import newest_valid
 from tests.faults.launches import DOTS, check_aftermath
 from tests.faults.matrix import record_row
-from tests.faults.workers import Prepare, run_workers
-from tests.support.commands import ddp, trained
+from tests.support.commands import Prepare, ddp, run_workers, trained
 from tests.support.layout_cases import digests
 
 WORDS = ["train", DOTS, "--layout", "ddp", "--device", "cpu", "--checkpoint-every", "4"]
@@ -80,10 +80,10 @@ def test_held_out_samples_count_once_on_every_layout(tmp_path: Path) -> None:
     record_row(19, "the same loss and accuracy on single and ddp x 3")
 
 
-def _another_rate(rank: int) -> None:
+def _add_words(more: tuple[str, ...], rank: int) -> None:
     if rank == 1:
         original = cli.main
-        pytest.MonkeyPatch().setattr(cli, "main", lambda words: original([*words, "--set", "optimizer.lr=0.06"]))
+        pytest.MonkeyPatch().setattr(cli, "main", lambda words: original([*words, *more]))
 
 
 def _other_code(rank: int) -> None:
@@ -95,7 +95,10 @@ def _other_code(rank: int) -> None:
 @pytest.mark.parametrize(
     ("differs", "what"),
     [
-        pytest.param(_another_rate, "experiment", id="optimizer.lr"),
+        pytest.param(partial(_add_words, ("--set", "optimizer.lr=0.06")), "experiment", id="optimizer.lr"),
+        pytest.param(
+            partial(_add_words, ("--numerics", "portable")), "numerics", id="numerics", marks=pytest.mark.slow
+        ),
         pytest.param(_other_code, "code version", id="code", marks=pytest.mark.slow),
     ],
 )

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from ddp_core.record.directory import find_runs
-from tests.faults.launches import DOTS, Launch, Watch, train_words
+from tests.faults.launches import DOTS, Watch, launched, train_words
 from tests.faults.matrix import COMMAND, record_row
-from tests.support.commands import Ended, ddp, running, trained
+from tests.support.commands import Ended, ddp, running, trained, wait_until
+from tests.support.processes import HANG
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_a_process_group_on_a_port_in_use(tmp_path: Path, taken: int) -> None:
 
 
 def test_a_second_run_in_a_directory_is_told_who_is_there(tmp_path: Path) -> None:
-    with Launch(*train_words(tmp_path, "--layout", "single", ranks=1), pause=0.05) as launch:
+    with launched(*train_words(tmp_path, "--layout", "single", ranks=1), pause=0.05) as launch:
         Watch(tmp_path).wait_for_step(2)
         directory, _ = trained(tmp_path)
         words = ["train", DOTS, "--device", "cpu", "--output", tmp_path, "--resume", directory.path]
@@ -87,8 +88,8 @@ def test_a_second_run_in_a_directory_is_told_who_is_there(tmp_path: Path) -> Non
 
 
 def test_a_second_launch_beside_a_live_run_trains_only_where_it_is_told_to(tmp_path: Path) -> None:
-    with Launch(*train_words(tmp_path, "--layout", "single", ranks=1), pause=600) as launch:
-        Watch(tmp_path).wait_for_record()
+    with launched(*train_words(tmp_path, "--layout", "single", ranks=1), pause=600) as launch:
+        wait_until(lambda: any(tmp_path.glob("*/*/run.json")), HANG, "run.json")
         directory, _ = trained(tmp_path)
         words = ["train", DOTS, "--device", "cpu", "--output", tmp_path]
         ended = ddp(*words, "--resume", "auto")

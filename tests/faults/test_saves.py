@@ -19,8 +19,7 @@ from ddp_core.checkpoint import Checkpoint, find_checkpoints, newest_valid
 from ddp_core.checkpoint.manifest import encode
 from tests.faults.launches import DOTS, check_aftermath, undisturbed
 from tests.faults.matrix import record_row
-from tests.faults.workers import run_workers
-from tests.support.commands import Ended, ddp, trained
+from tests.support.commands import Ended, ddp, run_workers, trained
 
 WORDS = ["train", DOTS, "--device", "cpu", "--checkpoint-every", "4"]
 

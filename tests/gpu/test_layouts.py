@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddp_core.config.layout import SHARD_MODES
-from tests.support.commands import ddp, trained
+from tests.support.commands import ROOT, command, ddp, trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -18,13 +21,14 @@ LAYOUTS = [
 ]
 
 
-def digests(output: Path, *words: str) -> tuple[str, str]:
-    """Of weights and optimizer after twelve steps of the digits' convolutional network, with dropout."""
+def digests(output: Path, *words: str) -> tuple[Any, ...]:
+    """Of weights and optimizer after twelve steps of the digits' network, which has dropout; and the figures."""
     settings = ["--set", "max_steps=12", "--device", "cuda", "--output", str(output)]
     ended = ddp("train", "digits", *settings, *words, timeout=300)
     assert ended.code == 0, ended.output + ended.errors
     record = trained(output)[1]
-    return record["weights_sha256"], record["optimizer_sha256"]
+    figures = (record["result"][name] for name in ("test_loss", "test_accuracy"))
+    return (record["weights_sha256"], record["optimizer_sha256"], *figures)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -47,7 +51,7 @@ def test_a_run_killed_after_any_step_ends_with_the_same_digest(tmp_path: Path) -
         resumed = ddp(*words, "--resume", "auto", timeout=300)
         assert resumed.code == 0, resumed.output + resumed.errors
         record = trained(output)[1]
-        assert (record["weights_sha256"], record["optimizer_sha256"]) == wanted, step
+        assert (record["weights_sha256"], record["optimizer_sha256"]) == wanted[:2], step
 
 
 def test_other_memory_pressure_changes_no_bit(tmp_path: Path) -> None:
@@ -60,3 +64,22 @@ def test_other_memory_pressure_changes_no_bit(tmp_path: Path) -> None:
     assert digests(tmp_path / "full") == wanted
     del hog
     torch.cuda.empty_cache()
+
+
+SMALL = [
+    word
+    for setting in ("data.image_size=64", "data.samples=256", "data.pool=64", "global_batch_size=64", "max_steps=4")
+    for word in ("--set", setting)
+]
+
+
+def lines() -> list[list[str]]:
+    """The words of each `ddp train` on the page, without `ddp`."""
+    page = (ROOT / "docs" / "how-to" / "train-on-gpus.md").read_text()
+    return [shlex.split(line) for line in re.findall(r"^ddp (train .*)$", page, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("words", lines(), ids=" ".join)
+def test_the_pages_commands_train(words: list[str], tmp_path: Path) -> None:
+    ended = command(*words, *SMALL, "--device", "cuda", "--output", tmp_path)
+    assert ended.code == 0, ended.output + ended.errors

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from ddp_core.base.errors import ExitCode
-from ddp_core.base.seeds import MicroBatchSeed, share_of
-from ddp_core.config.experiment import Component, Experiment
+from ddp_core.base.seeds import share_of
 from ddp_core.distributed.process_group import local_device, process_group
 from ddp_core.distributed.world import World
-from ddp_core.model.losses import cross_entropy
 from ddp_core.reduction import ExactReduction, OrderedSum
 from ddp_core.reduction.backends import goes_through_host
-from ddp_core.reduction.communication import CommunicationThreads, in_last_phase
 from ddp_core.reduction.parts import parts_on
-from ddp_core.trainers.keyed_random import KeyedRandom
-from ddp_core.trainers.passes import InPrecision, Passes
 from tests.distributed.exact_cases import sum_in_rounds
 from tests.distributed.level_cases import leaves_of, subtrees
 from tests.support.commands import command, trained
@@ -40,15 +31,6 @@ ELEMENTS = (1, 31, 100_003)
 
 def on_cuda(kind: str, count: int) -> list[str]:
     return ["--device", "cuda", "--layout", kind, "--nproc-per-node", str(count)]
-
-
-def test_auto_takes_the_cpu_where_gpus_are_too_few_and_says_so(tmp_path: Path) -> None:
-    count = torch.cuda.device_count() + 1
-    words = ["--layout", "ddp", "--nproc-per-node", str(count), "--set", "max_steps=2", "--output", str(tmp_path)]
-    ended = command("train", "toy_mlp", *words, timeout=300)
-    assert ended.code == 0, ended.errors
-    assert ended.errors.count("with --device cuda they share it") == 1, ended.errors
-    assert trained(tmp_path)[1]["layout"]["device"] == "cpu"
 
 
 @pytest.mark.parametrize("option", [("ddp", "--backend", "nccl"), ("dp", "--reduction", "plain")], ids=" ".join)
@@ -91,69 +73,6 @@ def test_sums_between_gpus_are_those_of_the_cpu(world_size: int) -> None:
     assert run_processes(_sums, world_size, timeout=500) == [[]] * world_size
 
 
-def _gradients(rank: int, world_size: int, wrapped: bool, shares: Any) -> list[list[float]]:
-    """Gradients of six micro-batches, by ExactReduction on a shared GPU and by one process."""
-    world = World.from_environment()
-    device = local_device(world, "cuda")
-    found = []
-    with process_group(world, device, 120):
-        for ranks in (world_size, 1):
-            torch.manual_seed(0)
-            net: nn.Module = nn.Sequential(nn.Linear(40, 50), nn.BatchNorm1d(50), nn.Linear(50, 7)).to(device)
-            inputs, targets = torch.randn(6, 8, 40, device=device), torch.randint(0, 7, (6, 8), device=device)
-            group = dist.group.WORLD if ranks > 1 else None
-            module = net
-            if wrapped and group is not None:
-                module = nn.parallel.DistributedDataParallel(net, device_ids=[device], broadcast_buffers=False)
-                group = None
-            with ExactReduction(module, 6, process_group=group, shares=shares if ranks > 1 else "contiguous") as exact:
-                for _ in range(2):
-                    for index in exact.share:
-                        with exact.micro_batch(index):
-                            cross_entropy(module(inputs[index]), targets[index]).backward()
-                    exact.finish(scale=1 / 48)
-            tensors = [*(parameter.grad for parameter in net.parameters()), *net.buffers()]
-            found.append(torch.cat([tensor.flatten().double() for tensor in tensors if tensor is not None]).tolist())
-            del exact, module
-    return found
-
-
-@pytest.mark.parametrize(("wrapped", "shares"), [(True, "contiguous"), (False, "contiguous"), (True, "strided")])
-def test_gradients_of_ranks_on_one_gpu_are_those_of_one_process(wrapped: bool, shares: str) -> None:
-    for together, alone in run_processes(_gradients, 2, wrapped, shares, timeout=500):
-        assert together == alone
-
-
-def test_a_communication_thread_works_on_the_device_of_its_tensors() -> None:
-    device = torch.device("cuda", torch.cuda.device_count() - 1)
-    threads = CommunicationThreads("test", 1, device)
-    tensor = torch.ones(4, device=device)
-
-    def work() -> Tensor:
-        assert torch.cuda.current_device() == device.index
-        return tensor * 2
-
-    assert threads.submit(in_last_phase(work), tensor).wait().tolist() == [2.0] * 4
-    assert threads.close()
-
-
-def test_dropout_in_a_replica_drops_what_one_process_drops() -> None:
-    device = torch.device("cuda", torch.cuda.device_count() - 1)
-    ones = torch.ones(1000, device=device)
-    MicroBatchSeed(7, device)(3, 1)
-    expected = functional.dropout(ones, 0.4)
-    found = []
-
-    def replica() -> None:
-        with KeyedRandom(7, device).micro_batch(3, 1):
-            found.append(functional.dropout(ones, 0.4))
-
-    thread = threading.Thread(target=replica)
-    thread.start()
-    thread.join()
-    assert torch.equal(found[0], expected)
-
-
 def _contexts(rank: int, world_size: int) -> list[int]:
     """The devices on which this rank holds memory after a step with the exact reduction."""
     world = World.from_environment()
@@ -173,29 +92,6 @@ def _contexts(rank: int, world_size: int) -> list[int]:
 @pytest.mark.gpu2
 def test_no_rank_touches_another_ranks_gpu() -> None:
     assert run_processes(_contexts, 2, timeout=500) == [[0], [1]]
-
-
-def _backend_with_one_gpu_each(rank: int, world_size: int) -> str:
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
-    world = World.from_environment()
-    with process_group(world, local_device(world, "cuda"), 120):
-        return str(dist.get_backend_config())
-
-
-@pytest.mark.gpu2
-def test_ranks_that_see_one_gpu_each_take_nccl() -> None:
-    assert run_processes(_backend_with_one_gpu_each, 2, timeout=500) == ["cpu:gloo,cuda:nccl"] * 2
-
-
-@pytest.mark.gpu2
-def test_nn_data_parallel_keeps_the_precision_in_its_threads() -> None:
-    part = Component(name="here")
-    record = Experiment(name="mine", model=part, data=part, global_batch_size=4, micro_batch=2, precision="bf16")
-    devices = [torch.device("cuda", number) for number in range(2)]
-    passes = Passes(record, cross_entropy, devices[0])
-    net = nn.Linear(64, 64).to(devices[0])
-    outputs = nn.DataParallel(InPrecision(net, passes), devices)(torch.ones(4, 64, device=devices[0]))
-    assert outputs.dtype == torch.bfloat16
 
 
 @pytest.mark.gpu2

@@ -19,7 +19,7 @@ from ddp_core.trainers.passes import WeightUpdate
 from ddp_core.trainers.train_state import TrainState
 from tests.core.trainers.test_step_losses import OPTIMIZERS
 from tests.core.trainers.test_trainers import digests, experiment, finished, samples, trainer_of
-from tests.faults.launches import DOTS, Launch, Watch
+from tests.faults.launches import DOTS, Watch, launched
 from tests.support.commands import command, trained
 
 pytestmark = pytest.mark.timeout(600)
@@ -83,10 +83,10 @@ def test_an_overflow_in_the_first_step_leaves_no_unwritten_momentum() -> None:
 def test_a_request_to_stop_is_met_at_the_end_of_the_step(kind: str, tmp_path: Path) -> None:
     words = ["train", DOTS, "--layout", kind, "--device", "cuda", "--nproc-per-node", "1", "--output", str(tmp_path)]
     # Losses are read at the ends of epochs only, every eighth step; a step takes six pauses.
-    with Launch(*words, "--log-every", "1000", "--checkpoint-every", "1000", pause=0.2) as launch:
+    with launched(*words, "--log-every", "1000", "--checkpoint-every", "1000", pause=0.2) as launch:
         Watch(tmp_path).wait_for_step(8)
         launch.signal(signal.SIGTERM)
-        ended = launch.wait()
+        ended = launch.end()
     assert ended.code == 75, ended.errors
     found = re.search(r"stopped: at step (\d+)", ended.errors)
     assert found is not None
@@ -143,8 +143,10 @@ def test_a_lack_of_memory_says_what_to_do(layout: str, when: str, tmp_path: Path
 @pytest.mark.parametrize("log_every", ["1", "1000"], ids=["waiting for the device", "running ahead of it"])
 def test_a_killed_rank_is_named_and_the_others_end(log_every: str, tmp_path: Path) -> None:
     words = ["train", DOTS, "--layout", "ddp", "--device", "cuda", "--nproc-per-node", "2", "--output", str(tmp_path)]
-    with Launch(*words, "--max-restarts", "0", "--log-every", log_every, "--fault", "kill@30:1", pause=0.01) as launch:
-        ended = launch.wait()
+    with launched(
+        *words, "--max-restarts", "0", "--log-every", log_every, "--fault", "kill@30:1", pause=0.01
+    ) as launch:
+        ended = launch.end()
     assert ended.code == 6, ended.errors
     assert "rank 1 (node 0) was killed (SIGKILL)" in ended.errors
     _, record = trained(tmp_path)
@@ -155,7 +157,7 @@ def test_a_killed_rank_is_named_and_the_others_end(log_every: str, tmp_path: Pat
 @pytest.mark.gpu2
 def test_a_paused_rank_is_named_within_the_timeout(tmp_path: Path) -> None:
     words = ["train", DOTS, "--layout", "ddp", "--device", "cuda", "--nproc-per-node", "2", "--output", str(tmp_path)]
-    with Launch(*words, "--max-restarts", "0", "--timeout", "10", "--fault", "pause@30:1") as launch:
-        ended = launch.wait()
+    with launched(*words, "--max-restarts", "0", "--timeout", "10", "--fault", "pause@30:1") as launch:
+        ended = launch.end()
     assert ended.code == 6, ended.errors
     assert "rank 1 (node 0) is stopped" in ended.errors

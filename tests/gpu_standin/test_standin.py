@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
 from tests.gpu_standin.playing import on_devices
 
@@ -57,12 +54,6 @@ def test_what_waits_for_the_device_raises_where_waiting_is_an_error() -> None:
 
 def _devices() -> None:
     first, second = torch.randn(4, device="cuda"), torch.zeros(4, device="cuda:1")
-    assert str(first.device) == "cuda:0"
-    assert first.is_cuda
-    assert [each.device for each in (second[1:], second.data, second * 2, torch.zeros_like(second), second.exp_())] == [
-        torch.device("cuda:1")
-    ] * 5
-    assert not torch.zeros_like(second, device="cpu").is_cuda
     for meeting in (lambda: first + second, lambda: first * torch.ones(4), lambda: torch.cat([first, second])):
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
             meeting()
@@ -71,16 +62,8 @@ def _devices() -> None:
         first.numpy()
     with pytest.raises(torch.AcceleratorError, match="invalid device ordinal"):
         first.to("cuda:2")
-    with torch.cuda.device(1):
-        assert torch.empty(1, device="cuda").device.index == 1
-    layer = nn.Linear(4, 2).to("cuda:1")
-    moved = torch.ones(3, 4, requires_grad=True)
-    layer(moved.to("cuda:1")).sum().backward()
-    assert layer.weight.grad is not None
-    assert moved.grad is not None
-    assert (layer.weight.grad.device.index, moved.grad.device.type) == (1, "cpu")
     seen: list[torch.device] = []
-    thread = threading.Thread(target=lambda: seen.append((second + 1).device))
+    thread = threading.Thread(target=lambda: seen.append((second[1:].data + 1).device))
     thread.start()
     thread.join()
     assert seen == [second.device]
@@ -100,15 +83,6 @@ def _graph() -> None:
     for turn in (1.0, 2.0):
         graph.replay()
         assert (total.tolist(), double.tolist()) == ([turn] * 3, [2 * turn] * 3)
-    drawn, graph = torch.zeros(50, device="cuda"), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        drawn.copy_(functional.dropout(torch.ones_like(drawn)))
-    masks = []
-    for seed in (1, 2, 1):
-        torch.cuda.manual_seed(seed)
-        graph.replay()
-        masks.append(drawn.tolist())
-    assert masks[0] == masks[2] != masks[1]
     spoilt = torch.cuda.CUDAGraph()
     ends = pytest.raises(torch.AcceleratorError, match="failed due to a previous error during capture")
     with ends, torch.cuda.graph(spoilt):
@@ -119,27 +93,6 @@ def _graph() -> None:
 
 def test_graphs_record_without_running_and_repeat_what_they_recorded() -> None:
     on_devices(1, _graph)
-
-
-def _use_a_device() -> int:
-    try:
-        torch.zeros(1, device="cuda")
-    except RuntimeError as error:
-        return 7 if "Cannot re-initialize CUDA in forked subprocess" in str(error) else 1
-    return 0
-
-
-def _fork(start: bool) -> int:
-    if start:
-        assert torch.cuda.is_available()
-    if (child := os.fork()) == 0:
-        os._exit(_use_a_device())
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_a_fork_after_the_drivers_start_may_not_use_a_device() -> None:
-    assert on_devices(1, _fork, True) == 7
-    assert on_devices(1, _fork, False) == 0
 
 
 def _copies() -> None:

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -77,8 +77,20 @@ class Forked:
         return self._process.is_alive()
 
 
+def forked(
+    *words: object, env: Mapping[str, str] | None = None, module: str = "ddp_core.cli"
+) -> contextlib.AbstractContextManager[Forked]:
+    """As `forked_as`, without more methods."""
+    return forked_as(Forked, *words, env=env, module=module)
+
+
+AnyForked = TypeVar("AnyForked", bound=Forked)
+
+
 @contextlib.contextmanager
-def forked(*words: object, env: Mapping[str, str] | None = None, module: str = "ddp_core.cli") -> Iterator[Forked]:
+def forked_as(
+    kind: type[AnyForked], *words: object, env: Mapping[str, str] | None = None, module: str = "ddp_core.cli"
+) -> Iterator[AnyForked]:
     """Run `ddp WORDS`, or the `main` of another `module`, in a fork of the server, where torch is already loaded.
 
     The command is killed when the block ends. Raises AssertionError if it leaves a process behind.
@@ -90,7 +102,7 @@ def forked(*words: object, env: Mapping[str, str] | None = None, module: str = "
         child = CONTEXT.Process(target=_enter, args=(module, plain, settings, scratch))
         child.start()
         try:
-            yield Forked(child, Path(scratch), plain)
+            yield kind(child, Path(scratch), plain)
         finally:
             if child.is_alive():
                 child.kill()
@@ -162,13 +174,23 @@ def train(output: Path, *words: str | Path, ranks: int = 0) -> dict[str, Any]:
     Raises AssertionError if the training does not end with 0.
     """
     full = ["train", *map(str, words), "--device", "cpu", "--output", str(output)]
-    if ranks:
-        codes = run_processes(_work, ranks, [*full, "--layout", "ddp"])
-        assert codes == [0] * ranks
-    else:
-        ended = ddp(*full)
+    for ended in run_workers([*full, "--layout", "ddp"], ranks) if ranks else [ddp(*full)]:
         assert ended.code == 0, ended.errors
     return trained(output)[1]
+
+
+Prepare = Callable[[int], None]
+
+
+def run_workers(words: list[str], ranks: int, prepare: Prepare | None = None) -> list[Ended]:
+    """Run `ddp WORDS` as every rank of an outside launcher; return how each ended.
+
+    `prepare(rank)` runs in each rank's process before the command.
+    """
+    with tempfile.TemporaryDirectory(prefix="ddp-test-") as scratch:
+        codes = run_processes(_work, ranks, words, scratch, prepare)
+        said = [[(Path(scratch) / f"{name}-{rank}").read_text() for name in ("out", "err")] for rank in range(ranks)]
+    return [Ended(code, output, errors) for code, (output, errors) in zip(codes, said, strict=True)]
 
 
 def wait_until(condition: Callable[[], bool], timeout: float, what: str, pause: float = 0.01) -> None:
@@ -179,17 +201,15 @@ def wait_until(condition: Callable[[], bool], timeout: float, what: str, pause: 
         time.sleep(pause)
 
 
-def _work(rank: int, world_size: int, words: list[str]) -> int:
+def _work(rank: int, world_size: int, words: list[str], scratch: str, prepare: Prepare | None) -> int:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    _discard_output()
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{scratch}/{name}-{rank}", os.O_WRONLY | os.O_CREAT), number)
+    if prepare is not None:
+        prepare(rank)
     from ddp_core.cli import main
 
     return main(words)
-
-
-def _discard_output() -> None:
-    with open(os.devnull, "w") as nothing:  # noqa: PTH123
-        os.dup2(nothing.fileno(), 1)
 
 
 def _enter(module: str, words: list[str], settings: dict[str, str], scratch: str) -> None:
@@ -238,11 +258,11 @@ def _marked(env: Mapping[str, str] | None) -> Iterator[dict[str, str]]:
         failed = False
     finally:
         left = _left(mark)
-        described = [f"{process.pid}: {_words(process)}" for process in left]
+        words = list(map(_described, left))
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        assert failed or not described, f"processes left: {described}"
+        assert failed or not left, f"processes left: {words}"
 
 
 def _left(mark: str, patience: float = 10.0) -> list[psutil.Process]:
@@ -263,8 +283,8 @@ def _with(mark: str) -> Iterator[psutil.Process]:
                 yield process
 
 
-def _words(process: psutil.Process) -> str:
+def _described(process: psutil.Process) -> str:
     try:
-        return " ".join(process.cmdline())
+        return f"{process.pid}: {' '.join(process.cmdline())[:200]}"
     except psutil.Error:
-        return "gone"
+        return f"{process.pid}: gone"

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from ddp_core.base.seeds import MicroBatchSeed
 from tests.support.commands import LAUNCHER_VARIABLES, trained
 from tests.support.processes import free_port, run_processes
 
 FILES = Path(__file__).parent / "experiment_files"
 ADAMW_MLP, SEQUENCES, EVERY_NAME = (str(FILES / f"{name}.py") for name in ("adamw_mlp", "sequences", "every_name"))
-EVERY_KIND = str(FILES / "every_kind.py")
 
 # The digits data have 1,438 training samples or a few less: 2 * 704 and a rest smaller than one micro-batch of 64.
 EXACT: dict[str, list[str]] = {
@@ -33,7 +28,7 @@ EXACT: dict[str, list[str]] = {
 
 
 def digests(
-    cases: dict[str, list[str]], output: Path, kind: str, count: int, keyed_by_rank: bool = False, shard: str = "none"
+    cases: dict[str, list[str]], output: Path, kind: str, count: int, shard: str = "none"
 ) -> dict[str, tuple[str, str]]:
     """The digests of the weights and of the optimizer's state, by case, on `count` ranks or replicas."""
     ranks = count if kind == "ddp" else 1
@@ -46,7 +41,7 @@ def digests(
         ([*case, *words, "--output", str(output / str(number))], port)
         for number, (case, port) in enumerate(zip(cases.values(), ports, strict=True))
     ]
-    run_processes(_run_all, ranks, plan, kind == "ddp", keyed_by_rank)
+    run_processes(_run_all, ranks, plan, kind == "ddp")
     records = [trained(output / str(number))[1] for number in range(len(cases))]
     return {
         name: (record["weights_sha256"], record["optimizer_sha256"])
@@ -54,9 +49,7 @@ def digests(
     }
 
 
-def _run_all(
-    rank: int, world_size: int, plan: list[tuple[list[str], int]], launched: bool, keyed_by_rank: bool
-) -> None:
+def _run_all(rank: int, world_size: int, plan: list[tuple[list[str], int]], launched: bool) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["OMP_NUM_THREADS"] = "1"
     if not launched:
@@ -66,20 +59,7 @@ def _run_all(
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     from ddp_core.cli import main
 
-    with pytest.MonkeyPatch.context() as patch:
-        if keyed_by_rank:
-            patch.setattr("ddp_core.trainers.strategy.MicroBatchSeed", _seed_keyed_by(rank))
-        for words, port in plan:
-            os.environ["MASTER_PORT"] = str(port)
-            code = main(["train", *words])
-            assert code == 0, f"ddp train {' '.join(words)} ended with {code}"
-
-
-def _seed_keyed_by(rank: int) -> type[MicroBatchSeed]:
-    class KeyedByRank(MicroBatchSeed):
-        """A deliberate mistake: a stream of random numbers per rank."""
-
-        def __init__(self, seed: int, *details: Any) -> None:
-            super().__init__(seed + 1 + rank, *details)
-
-    return KeyedByRank
+    for words, port in plan:
+        os.environ["MASTER_PORT"] = str(port)
+        code = main(["train", *words])
+        assert code == 0, f"ddp train {' '.join(words)} ended with {code}"

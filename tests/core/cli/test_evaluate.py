@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_a_document_stands_alone_where_the_data_have_no_digest(tmp_path: Path) -> None:
     """Training says in a line what it has digested then."""
-    train(tmp_path, ROOT / "tests" / "support" / "experiment_files" / "stops.py")
+    train(tmp_path, ROOT / "tests" / "distributed" / "experiment_files" / "stops.py")
     told(trained(tmp_path)[0].path)
 
 

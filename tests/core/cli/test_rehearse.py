@@ -34,7 +34,7 @@ experiment = Experiment(
     name="mine", optimizer=Optimizer(lr=0.01), global_batch_size=8, micro_batch=8, epochs=1000
 )
 '''
-LOSES = Path(__file__).parents[2] / "support" / "experiment_files" / "loses.py"
+LOSES = Path(__file__).parents[1] / "run" / "experiment_files" / "loses.py"
 
 
 def written(folder: Path, label: int = 0) -> Path:

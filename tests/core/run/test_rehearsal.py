@@ -12,8 +12,9 @@ from ddp_core.checkpoint import find_checkpoints, load
 from ddp_core.record.directory import find_runs
 from tests.core.run.test_repeat import BEGIN
 from tests.support.commands import Ended, ddp, trained
-from tests.support.layout_cases import ADAMW_MLP, EVERY_NAME, FILES
+from tests.support.layout_cases import ADAMW_MLP, EVERY_NAME
 
+FILES = Path(__file__).with_name("experiment_files")
 FILE = FILES / "loses.py"
 REHEARSED = ("--rehearsal", "on")
 slow = pytest.mark.slow

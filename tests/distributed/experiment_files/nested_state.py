@@ -1,4 +1,4 @@
-"""Is an optimizer whose state is nested resumed as it was? KIND says in what it keeps its tensors."""
+"""Is an optimizer whose state is nested resumed as it was? KIND says that it keeps what no checkpoint can hold."""
 
 import os
 from collections import deque
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ddp_core import Component, Experiment
 
-KIND = os.environ.get("KIND", "list")
+KIND = os.environ.get("KIND", "")
 DECAYS = (0.0, 0.5, 0.9)
 
 
@@ -26,25 +26,23 @@ class Nested(torch.optim.Optimizer):
                 parameter.sub_(self.change(self.state[parameter], parameter.grad), alpha=group["lr"] / 3)
 
     def change(self, state: dict[str, Any], gradient: Tensor) -> Tensor:
-        """The sum of three momenta, or of the three newest gradients."""
-        if KIND == "deque":
-            newest = state.setdefault("newest", deque(maxlen=3))
-            newest.append(gradient.clone())
-            return sum(newest[place] for place in range(len(newest)))
+        """The newest gradients, which the deque has, with momenta from a dict and from a list."""
         if KIND in ("object", "late"):
             state["steps"] = state.get("steps", 0) + 1
             if KIND == "object" or state["steps"] > 3:
                 state["newest"] = range(3)
             return gradient
         if not state:
-            zeros = [torch.zeros_like(gradient) for _ in DECAYS]
-            state["momenta"] = dict(zip(DECAYS, zeros, strict=True)) if KIND == "dict" else zeros
-            state["name"] = "momenta"
-        momenta = state["momenta"]
-        found = [momenta[decay] for decay in DECAYS] if KIND == "dict" else momenta
-        for momentum, decay in zip(found, DECAYS, strict=True):
+            state["name"] = "nested"
+            state["newest"] = deque(maxlen=3)
+            state["by_decay"] = {decay: torch.zeros_like(gradient) for decay in DECAYS}
+            state["in_a_row"] = [torch.zeros_like(gradient) for _ in DECAYS]
+        state["newest"].append(gradient.clone())
+        for momentum, decay in zip(state["in_a_row"], DECAYS, strict=True):
             momentum.mul_(decay).add_(gradient)
-        return sum(found)
+            state["by_decay"][decay].mul_(-decay).add_(gradient)
+        momenta = sum(state["in_a_row"]) + sum(state["by_decay"].values())
+        return sum(list(state["newest"])) + 0.1 * momenta
 
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -57,10 +55,8 @@ def model() -> nn.Module:
 
 experiment = Experiment(
     name="nested_state",
-    model=Component(name="model"),
     data=Component(name="toy_data", options={"size": 64}),
     loss="mean_squared_error",
-    optimizer=Component(name="optimizer"),
     global_batch_size=16,
     micro_batch=4,
     epochs=2,

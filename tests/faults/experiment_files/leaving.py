@@ -7,11 +7,10 @@ code calls Python), or `_exit` (the system's own). With `import` the file leaves
 import ctypes
 import os
 
-import torch
+from dots import dots, experiment
 from torch import Tensor, nn
 
-from ddp_core.config.experiment import Component, Experiment
-from ddp_core.data.splits import InMemory, Splits, content_digest
+__all__ = ["dots", "experiment", "network"]
 
 RANK, _, HOW = os.environ.get("LEAVES", "-1 ").partition(" ")
 
@@ -41,21 +40,5 @@ if HOW == "import":
     leave()
 
 
-def dots() -> Splits:
-    inputs, targets = torch.arange(48.0).reshape(24, 2) / 48, torch.arange(24) % 3
-    return Splits(InMemory(inputs, targets), None, 3, None, content_digest(inputs, targets))
-
-
-def network() -> nn.Module:
-    return Leaving(2, 3)
-
-
-experiment = Experiment(
-    name="leaving",
-    model=Component(name="network"),
-    data=Component(name="dots"),
-    loss="cross_entropy",
-    global_batch_size=4,
-    micro_batch=1,
-    epochs=2,
-)
+def network(width: int = 12) -> nn.Module:
+    return nn.Sequential(Leaving(6, width), nn.Linear(width, 3))

@@ -46,10 +46,8 @@ def model() -> torch.nn.Module:
 callbacks = [Changes()]
 experiment = Experiment(
     name="one_rank_alone",
-    model=Component(name="model"),
     data=Component(name="toy_data", options={"size": 64}),
     loss="mean_squared_error",
-    optimizer=Component(name="optimizer"),
     global_batch_size=16,
     micro_batch=4,
     epochs=2,

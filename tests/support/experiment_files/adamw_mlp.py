@@ -27,7 +27,6 @@ def loud(outputs: Tensor, targets: Tensor) -> Tensor:
 
 experiment = Experiment(
     name="adamw_mlp",
-    model=Component(name="model"),
     data=Component(name="digits", options={"augment": True}),
     optimizer=Optimizer(name="adamw", lr=0.01, weight_decay=0.05),
     schedule=Schedule(name="cosine", warmup_steps=3),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from ddp_core.config.experiment import Component, Evaluation, Experiment, Optimizer
+from ddp_core.config.experiment import Experiment, Optimizer
 from ddp_core.data.splits import Splits
 
 TOKENS = 20
@@ -34,7 +34,7 @@ class Sequences:
 
 
 def data() -> Splits:
-    return Splits(Sequences(200), Sequences(50), digest="sequences")
+    return Splits(Sequences(200), None, digest="sequences")
 
 
 def collate(samples: list[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -69,17 +69,10 @@ def two_losses(outputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor
     return label + functional.mse_loss(outputs["length"][:, 0], targets["length"], reduction="sum")
 
 
-def hits(outputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
-    return (outputs["logits"].argmax(1) == targets["label"]).sum()
-
-
 experiment = Experiment(
     name="sequences",
-    model=Component(name="model"),
-    data=Component(name="data"),
     loss="two_losses",
     optimizer=Optimizer(name="adamw", lr=0.005),
-    evaluation=Evaluation(samples_per_batch=20),
     global_batch_size=40,
     micro_batch=5,
     epochs=8,

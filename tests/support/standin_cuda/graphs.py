@@ -94,10 +94,6 @@ class CUDAGraph:
     def pool(self) -> tuple[int, int]:
         return (0, 1)
 
-    def reset(self) -> None:
-        self._steps.clear()
-        self._is_ready = False
-
 
 def _plain(function: Any) -> None:
     """Call it below autograd and below the watch."""

@@ -44,9 +44,6 @@ class Stream:
     def synchronize(self) -> None:
         synchronize()
 
-    def query(self) -> bool:
-        return True
-
     def is_capturing(self) -> bool:
         return WORLD.here.recording is not None
 
@@ -55,14 +52,6 @@ class Stream:
 
     def __hash__(self) -> int:
         return hash((self.device, self.stream_id))
-
-    def __enter__(self) -> Stream:
-        self._context = StreamContext(self)
-        self._context.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
 
 
 class Event:

@@ -8,17 +8,13 @@ import torch
 from draws import SETTINGS, layers
 from torch import Tensor, nn
 
-from ddp_core import Component, Experiment
+from ddp_core import Experiment
 from ddp_core.data.splits import InMemory
 
 
-class AlwaysDropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = layers()
-
+class AlwaysDropping(nn.Sequential):
     def forward(self, rows: Tensor) -> Tensor:
-        return self.layers(nn.functional.dropout(rows, 0.5, training=True))
+        return super().forward(nn.functional.dropout(rows, 0.5, training=True))
 
 
 def data() -> tuple[InMemory, ...]:
@@ -27,11 +23,11 @@ def data() -> tuple[InMemory, ...]:
 
 
 def model() -> nn.Module:
-    return AlwaysDropping()
+    return AlwaysDropping(*layers())
 
 
 def metrics(outputs: Tensor, targets: Tensor) -> dict[str, tuple[float, int]]:
     return {"drawn": (float(torch.rand(())) + random.random() + np.random.rand(), 1)}
 
 
-experiment = Experiment(name="draws_metrics", model=Component(name="model"), data=Component(name="data"), **SETTINGS)
+experiment = Experiment(name="draws_metrics", **SETTINGS)

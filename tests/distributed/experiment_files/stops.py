@@ -37,10 +37,6 @@ class AtStep(Callback):
             moment.stop("six are\nenough")
 
 
-class OnEveryRank(AtStep):
-    ranks = "all"
-
-
 class OnRankOne(Callback):
     ranks = "all"
 
@@ -55,9 +51,7 @@ class Raises(Callback):
 
 
 def callbacks() -> list[Callback]:
-    if chosen["kind"] == "never":
-        return []
-    kinds = {"step": AtStep, "every rank": OnEveryRank, "rank 1": OnRankOne, "raises": Raises}
+    kinds = {"step": AtStep, "rank 1": OnRankOne, "raises": Raises}
     kind = chosen["kind"]
     return [EarlyStopping("test_loss", patience=2) if kind == "patience" else kinds[kind]()]
 

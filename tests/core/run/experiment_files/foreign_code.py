@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_core import Component, Experiment, Splits
+from ddp_core import Experiment, Splits
 from ddp_core.data.builders import toy_data
 from ddp_core.data.data_digest import _sample
 
@@ -56,8 +56,6 @@ def model() -> nn.Module:
 
 experiment = Experiment(
     name="foreign_code",
-    model=Component(name="model"),
-    data=Component(name="data"),
     loss="mean_squared_error",
     global_batch_size=16,
     micro_batch=4,

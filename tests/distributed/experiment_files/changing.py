@@ -24,25 +24,12 @@ def data(root: Path) -> Splits:
     return Splits(InMemory(inputs, torch.randint(0, CLASSES, (96,), generator=draw)), None)
 
 
-class Renormalised(nn.BatchNorm1d):
-    """Corrects by the running variance and the count, and puts new tensors in their place."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        mean, var = rows.mean(0), rows.var(0)
-        ratio = (var.detach() / (self.running_var + self.eps)).sqrt() * (self.num_batches_tracked + 1).rsqrt()
-        with torch.no_grad():
-            self.running_mean = torch.lerp(self.running_mean, mean, self.momentum)
-            self.running_var = torch.lerp(self.running_var, var, self.momentum)
-            self.num_batches_tracked += 1
-        return (rows - mean) / (var + self.eps).sqrt() * ratio * self.weight + self.bias
-
-
 class Changing(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
         self.first, self.second = nn.Linear(FEATURES, 16), nn.Linear(16, 16)
-        self.norm = Renormalised(16) if kind == "renormalised" else nn.BatchNorm1d(16)
+        self.norm = nn.BatchNorm1d(16)
         self.last = nn.Linear(16, CLASSES)
         self.first.requires_grad_(False)
         self.register_buffer("seen", torch.full((), torch.nan))
@@ -55,9 +42,6 @@ class Changing(nn.Module):
             self.seen = torch.nan_to_num(self.seen) + 1
         elif self.kind == "cache":
             self.seen.fill_(torch.nan)
-        elif self.kind == "codebook":
-            self.seen = torch.nan_to_num(self.seen).lerp(rows.mean(), 0.1)
-            return self.last(self.norm(self.second(rows @ self.first.weight.T))) * (1 + self.seen)
         hidden = self.second(torch.tanh(self.first(rows)))
         if self.kind == "unfreezes" and self.training:
             self.first.requires_grad_()

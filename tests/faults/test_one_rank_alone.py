@@ -1,4 +1,4 @@
-"""Bits flipped on purpose: one in a gradient, one in every gradient from a step on, one in a weight."""
+"""State that is another on one rank: by a bit that is flipped on purpose, or by a function of the user's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ddp_core.base.errors import ExitCode
+from ddp_core.checkpoint import find_checkpoints
 from ddp_core.observe.faults import Fault
 from ddp_core.observe.flips import with_flipped_bit
 from ddp_core.record.directory import find_runs
@@ -94,15 +95,56 @@ def test_a_flip_in_one_gradient_happens_once_in_a_run_directory(tmp_path: Path, 
 
 
 @pytest.mark.full
-def test_a_flip_hits_one_replica_of_dp(tmp_path: Path) -> None:
-    """Both layouts compute each micro-batch's gradient once, so the same ones are flipped: those of the first half."""
-    assert digest_of(tmp_path / "dp", "flip@3+", layout="dp") == digest_of(tmp_path / "ddp", "flip@3+:0", layout="ddp")
-
-
-@pytest.mark.full
 def test_a_flipped_weight_is_found_before_the_next_save(tmp_path: Path) -> None:
     ended = flipped(tmp_path, "flipweight@3:1", words=("--checkpoint-every", 2))
     assert ended.code == ExitCode.BAD_INPUT
     assert "step 4 " in ended.errors
     assert "is not the same on all ranks" in ended.errors
     assert "the checkpoint of step 2 is good" in ended.errors
+
+
+def one_alone(output: Path, ranks: int, *words: object, **env: str) -> Ended:
+    where = ("--layout", "ddp", "--device", "cpu", "--nproc-per-node", ranks, "--max-restarts", 0)
+    return ddp("train", FILE, *where, "--output", output, *words, env=env)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("changed", "ranks", "every", "name", "where"),
+    [
+        ("1.running_mean", 2, 2, "step 4 buffer 1.running_mean", "0, 1 of 2"),
+        ("1.running_var", 3, 2, "step 4 buffer 1.running_var", "0 of 3"),
+        # Momentum shows in the weights, which come first, after the next update.
+        ("momentum", 3, 2, "step 4 parameter 0.weight", "0 of 3"),
+        ("momentum", 3, 3, "step 3 the optimizer's momentum_buffer of 0.weight", "0 of 3"),
+    ],
+)
+def test_the_first_tensor_that_differs_is_named_and_nothing_is_saved(
+    tmp_path: Path, changed: str, ranks: int, every: int, name: str, where: str
+) -> None:
+    ended = one_alone(tmp_path, ranks, "--checkpoint-every", every, CHANGED=changed)
+    assert ended.code == ExitCode.BAD_INPUT, ended.errors
+    assert f"{name} is not the same" in ended.errors
+    assert f"(differs: {where})" in ended.errors
+    ((directory, record),) = find_runs(tmp_path)
+    assert [each.step for each in find_checkpoints(directory.checkpoints)] == [2] * (every == 2)
+    assert ("the checkpoint of step 2 is good" in ended.errors) is (every == 2)
+    assert record["exit_code"] == ExitCode.BAD_INPUT
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shard", ["none", "parameters", pytest.param("optimizer", marks=pytest.mark.slow)])
+def test_what_is_cut_among_ranks_is_not_compared(tmp_path: Path, shard: str) -> None:
+    """A change of weights by one rank's callback is found by the rehearsal.
+
+    Where weights are cut, no comparison of ranks shows it: the owners' updates have spread the change. Where only the
+    optimizer's state is cut, weights differ from one process's in the next step: this one is the last of the rehearsal,
+    so the witness finds it.
+    """
+    words = ("--shard", shard, "--checkpoint-every", 2)
+    assert one_alone(tmp_path / "unchanged", 2, *words).code == ExitCode.DONE
+    changed = {"CHANGED": "0.weight", "STEP": "5"}
+    ended = one_alone(tmp_path / "out", 2, "--shard", shard, "--set", "max_steps=7", "--rehearsal", "on", **changed)
+    assert (ended.code, "Traceback" in ended.errors) == (ExitCode.BAD_INPUT, False), ended.errors
+    said = "the result depends on the layout" if shard == "optimizer" else "first in step 5 of a rehearsal"
+    assert said in ended.errors

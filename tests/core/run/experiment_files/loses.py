@@ -117,11 +117,8 @@ def model() -> nn.Module:
 callbacks = {"of a callback": [Counts()]}.get(LOSES, [CountsOn()])
 experiment = Experiment(
     name="loses",
-    model=Component(name="model"),
     data=Component(name="toy_data", options={"size": 64}),
     loss="mean_squared_error",
-    optimizer=Component(name="optimizer"),
-    schedule=Component(name="schedule"),
     global_batch_size=16,
     micro_batch=4,
     epochs=2,

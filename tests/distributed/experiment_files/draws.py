@@ -1,6 +1,6 @@
-"""Do numbers depend on where they are drawn: in forward, or by the optimizer? `--set model.kind=KIND` says which.
+"""Do numbers depend on where they are drawn: in collate, and in forward or by the optimizer, as `model.kind` says?
 
-`draws_collate` and `draws_metrics` have the data and the layers from here.
+`draws_metrics` has the data and the layers from here.
 """
 
 import random
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor, nn, randint, randn
 
-from ddp_core import Component, Experiment
+from ddp_core import Experiment
 
 SETTINGS = {
     "loss": "cross_entropy",
@@ -27,6 +27,12 @@ def data() -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
     rows, classes = randn(60, 6, generator=generator), randint(3, (60,), generator=generator)
     samples = list(zip(rows, classes, strict=True))
     return samples[:40], samples[40:]
+
+
+def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    rows = torch.stack([row for row, _ in samples])
+    noise = torch.randn(rows.shape) + np.random.rand()
+    return rows * random.uniform(0.5, 1) + noise, torch.stack([number for _, number in samples])
 
 
 def layers() -> nn.Sequential:
@@ -73,4 +79,4 @@ def optimizer(model: Drawing) -> torch.optim.Optimizer:
     return (Langevin if model.kind == "optimizer" else torch.optim.SGD)(model.parameters(), lr=0.05)
 
 
-experiment = Experiment(name="draws", model=Component(name="model"), data=Component(name="data"), **SETTINGS)
+experiment = Experiment(name="draws", **SETTINGS)
