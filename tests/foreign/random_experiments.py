@@ -274,12 +274,7 @@ class Signed(torch.optim.Optimizer):
 """
 _GROUPS = "[{'params': kept[::2]}, {'params': kept[1::2], 'weight_decay': 0.1, 'lr': 0.02}]"
 OWN_RULES: tuple[str, ...] = (
-    *(
-        f"torch.optim.{each}(kept, lr=0.01)"
-        for each in ("Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD")
-    ),
-    "torch.optim.RMSprop(kept, lr=0.01, momentum=0.9, centered=True)",
-    "torch.optim.Adafactor(kept, lr=0.01)",
+    *(f"torch.optim.{each}(kept, lr=0.01)" for each in ("Adagrad", "RAdam", "Rprop", "ASGD", "Adafactor")),
     f"torch.optim.AdamW({_GROUPS}, lr=0.01)",
     f"torch.optim.SGD({_GROUPS}, lr=0.05, momentum=0.9, dampening=0.1)",
     "torch.optim.Adam(kept, lr=0.01, amsgrad=True, foreach=True)",
@@ -301,11 +296,8 @@ BUILT_IN: tuple[str, ...] = (
 )
 SCHEDULES: tuple[str, ...] = (
     "lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=total_steps + 1, cycle_momentum=False)",
-    "lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))",
-    "lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)",
     "lr_scheduler.SequentialLR(optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=1), "
     "lr_scheduler.CosineAnnealingLR(optimizer, 3)], [1])",
-    "lr_scheduler.StepLR(optimizer, 1, 0.5)",
 )
 
 DATA = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ddp_core
-from tests.house.test_imports import ROOT, python
+from tests.support.commands import ROOT, command
 
 SOURCE = Path(ddp_core.__file__).read_text()
 API = (ROOT / "docs" / "reference" / "api.md").read_text()
@@ -47,7 +47,7 @@ OTHERS = {"sklearn", "matplotlib", "tensorboard", "torchvision", "pydantic"}
     ],
 )
 def test_an_import_loads_nothing_that_it_does_not_need(statement: str, without: set[str]) -> None:
-    found = set(python("-c", f"import sys; {statement}; print(*sys.modules)")[0].split())
+    found = set(command(program=("-c", f"import sys; {statement}; print(*sys.modules)")).output.split())
     assert "ddp_core" in found
     assert not found & without
 

@@ -16,38 +16,17 @@ from ddp_core.config.experiment import Component, DdpOptions
 
 WORDS, LENGTH, CLASSES, SAMPLES = 64, 12, 10, 12
 SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
+    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
 }
 OF_WORDS: dict[str, Any] = SMALL | {
-    "vocab_size": WORDS,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "head_dim": 8,
-    "embedding_size": 32,
-    "d_model": 32,
+    **{"vocab_size": WORDS, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    **{"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    **{"num_key_value_heads": 2, "head_dim": 8, "embedding_size": 32, "d_model": 32},
 }
 OF_PAIRS: dict[str, Any] = OF_WORDS | {
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "num_layers": 2,
-    "num_heads": 4,
-    "d_kv": 8,
-    "d_ff": 48,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "decoder_start_token_id": 1,
+    **{"encoder_layers": 2, "encoder_ffn_dim": 48, "encoder_attention_heads": 4, "num_layers": 2, "num_heads": 4},
+    **{"decoder_layers": 2, "decoder_ffn_dim": 48, "decoder_attention_heads": 4, "decoder_start_token_id": 1},
+    **{"d_kv": 8, "d_ff": 48},
 }
 OF_IMAGES: dict[str, Any] = SMALL | {"image_size": 32, "patch_size": 8, "num_labels": CLASSES}
 OF_SOUND: dict[str, Any] = SMALL | {

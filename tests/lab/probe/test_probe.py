@@ -115,6 +115,9 @@ def test_a_table_that_cannot_be_read_is_an_error_of_one_line(tmp_path: Path) -> 
 def test_the_table_has_every_operation_and_knows_every_experiment() -> None:
     whole = published()
     assert whole.rules == RULES
+    page = (ROOT / "docs" / "reference" / "portable-numerics.md").read_text()
+    assert f"reproduces all {len(whole.operations) + len(whole.training_steps)} published digests" in page
+    assert json.loads(PLACE.read_text()).keys() <= {*re.findall(r"`(\w+)`", page)}, "documented"
     assert whole.operations.keys() == all_operations().keys(), "run `make portable-digests`"
     listed = {each.name for each in list_experiments([INSTALLED])}
     assert whole.training_steps.keys() <= listed
@@ -122,14 +125,6 @@ def test_the_table_has_every_operation_and_knows_every_experiment() -> None:
         name for name in listed if load_experiment(str(INSTALLED / f"{name}.py")).experiment.numerics == "portable"
     }
     assert whole.runs.keys() == portable, "run `make portable-digests`"
-
-
-def test_the_page_documents_the_table_and_the_probe() -> None:
-    page = (ROOT / "docs" / "reference" / "portable-numerics.md").read_text()
-    words = set(re.findall(r"`(\w+)`", page))
-    whole = published()
-    assert f"reproduces all {len(whole.operations) + len(whole.training_steps)} published digests" in page
-    assert json.loads(PLACE.read_text()).keys() <= words
 
 
 @needs_avx2
