@@ -223,6 +223,17 @@ def test_a_stopped_run_has_saved_and_continues(swarm: Swarm, stack_file: Path, e
     assert record["weights_sha256"] == expected
 
 
+@pytest.mark.slow
+def test_a_container_comes_and_another_goes(swarm: Swarm, stack_file: Path, expected: str, tmp_path: Path) -> None:
+    with training(swarm, stack_file, tmp_path / "outputs", NPROC_PER_NODE="1", NODES="1", NNODES="1:3") as started:
+        started.await_steps(25)
+        started.scale(2)
+        wait_until(lambda: "joined after step" in started.said(), SECONDS, "the second container joins")
+        started.scale(1)
+        record = started.await_status("completed")
+    assert (record["weights_sha256"], record["layout"]["label"]) == (expected, "ddp-1x1-cpu")
+
+
 @pytest.mark.parametrize("lost", ["container", pytest.param("machine", marks=pytest.mark.slow)])
 def test_a_lost_container_is_replaced_or_done_without(
     swarm: Swarm, stack_file: Path, expected: str, tmp_path: Path, lost: str

@@ -14,11 +14,17 @@ from torch import nn
 
 from ddp_core.base.digests import optimizer_digest, weights_digest
 from ddp_core.checkpoint import Checkpointer, find_checkpoints, load
+from ddp_core.config.experiment import Evaluation
 from ddp_core.data import prefetching
 from ddp_core.data.augment import Augmentation, crop_and_flip, shift_and_flip, turn_shift_scale
 from ddp_core.data.loader import Loader
 from ddp_core.data.splits import ByteImages
 from ddp_core.data.trees import StepIds
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.world import World
+from ddp_core.model.losses import class_hits, cross_entropy
+from ddp_core.trainers.evaluation import evaluate
+from ddp_core.trainers.own_metrics import OwnMetrics
 
 pytestmark = pytest.mark.gpu
 
@@ -97,6 +103,24 @@ def test_a_step_too_large_to_lie_ahead_has_the_same_bits(monkeypatch: pytest.Mon
     ahead = inputs_of(loader.stream(steps(6)))
     monkeypatch.setattr(prefetching, "LARGEST_STEP", 0)
     assert all(map(torch.equal, ahead, inputs_of(loader.stream(steps(6)))))
+
+
+def test_an_evaluation_has_the_figures_of_all_samples_at_once() -> None:
+    """Those of metrics of one's own, too: no experiment that these tests train on a GPU has any."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, 10)).to(CUDA)
+
+    def forward(inputs: Any, targets: Any) -> tuple[Any, Any, torch.Tensor]:
+        outputs = model(inputs)
+        return outputs, targets, cross_entropy(outputs, targets)
+
+    metrics = OwnMetrics.of({"hits": lambda outputs, targets: (class_hits(outputs, targets), len(targets))})
+    settings, alone = Evaluation(samples_per_batch=100), Collectives(World(), CUDA)
+    found = evaluate(model, forward, class_hits, pictures(), settings, alone, metrics=metrics)
+    with torch.no_grad():
+        outputs, targets, loss = forward(*Loader(pictures(), device=CUDA).fetch(0, np.arange(SAMPLES)))
+    assert found["test_accuracy"] == found["test_hits"] == class_hits(outputs, targets).item() / SAMPLES
+    assert found["test_loss"] == pytest.approx(loss.item() / SAMPLES, rel=1e-5)
 
 
 def digests_of(state: dict[str, Any]) -> tuple[str, str]:

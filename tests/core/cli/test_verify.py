@@ -58,6 +58,15 @@ def test_the_optimizers_state_is_compared_and_what_was_compared_is_said(tmp_path
     check(verify(directory.path), 1, "different state of the optimizer, though the weights are identical")
 
 
+@pytest.mark.slow
+def test_a_run_is_repeated_with_its_own_shard_mode(tmp_path: Path) -> None:
+    train(tmp_path, "toy_mlp", "--shard", "gradients", ranks=2)
+    ended = verify(trained(tmp_path)[0].path)
+    check(ended, 0, "\nidentical\n")
+    (repeated,) = [line for line in ended.output.splitlines() if line.startswith("repeated")]
+    assert repeated.endswith("ddp-1x2-cpu-shard-gradients")
+
+
 def test_an_edited_copy_is_named_before_anything_is_trained(tmp_path: Path) -> None:
     _, directory = trained_own(tmp_path)
     edit(directory.path / "source" / "beside.py", ".sum()", ".sum() * 2")

@@ -24,6 +24,7 @@ from ddp_core.distributed.stop import (
     signals_as_before,
 )
 from ddp_core.distributed.world import World, free_port
+from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.directory import find_runs
 from tests.distributed.asking import Send, has_begun, to_every_process, to_its_group, to_the_command
 from tests.faults.matrix import record_row
@@ -55,6 +56,7 @@ def stop(output: Path, *words: str, number: int, send: Send) -> dict[str, Any]:
     checkpoint = newest_valid(directory.checkpoints)
     assert f"stopped at step {checkpoint.step} ({describe_signal(number)})" in record["message"]
     assert 0 < checkpoint.step < 40
+    assert read_metrics(directory.metrics, "step")[-1]["step"] == checkpoint.step, "steps after the save are lost"
     (line,) = ended.errors.splitlines()
     assert line.startswith("ddp: stopped: at step "), ended.errors
     assert "--resume auto" in line

@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +14,7 @@ from ddp_core.config.layout import Layout
 from ddp_lab.chaos import drill as drills
 from ddp_lab.chaos.__main__ import main
 from ddp_lab.chaos.drill import Planned, load, parse, plan
+from ddp_lab.chaos.faults import action
 from ddp_lab.chaos.judge import DrillReport, FaultReport, judge, table, two_writers
 from ddp_lab.chaos.watch import Words, recovery
 from tests.support.commands import command
@@ -73,6 +75,21 @@ def test_a_file_of_ones_own_is_a_drill(tmp_path: Path) -> None:
     file.write_text("faults:\n  - {fault: pause, node: rank-0, at_seconds: 3, seconds: 2}\n")
     assert load(str(file)).name == "mine"
     assert plan(load(str(file)), 0) == [Planned("pause", "rank-0", 2, 2000, 0.2, None, 3)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "node", "is_harmless"),
+    [("kill", "node-2", False), ("kill", "rendezvous", True), ("stop", "node-2", False), ("pause", "node-2", False)],
+)
+def test_with_live_recovery_one_node_is_hurt_and_no_step_repeated(kind: str, node: str, is_harmless: bool) -> None:
+    drill = parse({"recovery": "live", "faults": [{"fault": kind, "node": node, "at_step": 1}]})
+    assert "--recovery live" in " ".join(drill.train_options())
+    (fault,), cluster = plan(drill, 0), Mock()
+    cluster.begin_and_end.return_value = Mock(), Mock()
+    deed = action(fault, node, cluster, is_live=True)
+    deed.end()
+    assert (deed.harmless, deed.repeats) == (is_harmless, False)
+    cluster.kill.assert_not_called()
 
 
 def lines(*entries: tuple[str, int, float]) -> list[dict[str, Any]]:
