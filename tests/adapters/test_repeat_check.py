@@ -66,7 +66,8 @@ class Steeper(Net):
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1
         out = super().forward(inputs)
-        return out + self.calls * (out - out.detach())
+        steeper: Tensor = out + self.calls * (out - out.detach())
+        return steeper
 
 
 def train(model: type[Net], repeats: bool = True, update: Update | None = None) -> tuple[str, dict[str, Tensor]]:

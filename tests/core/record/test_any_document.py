@@ -279,9 +279,10 @@ def run(made: Path, tmp_path: Path) -> Path:
 
 def resume(made: Path, run: Path) -> Ended:
     """Continue the finished run, which is told to be longer."""
-    words = ("--resume", run, "--set", "epochs=2", "--device", "cpu", "--data-dir", run / "data")
-    words = (*words, "--output", run.parents[1])  # the folder that is the default cannot be written to in an image
-    return ddp("train", made.parents[2] / "project" / "mine.py", *words, timeout=LIMIT)
+    # The folder that is the default for output cannot be written to in an image.
+    places = ("--data-dir", run / "data", "--output", run.parents[1])
+    words = ("--resume", run, "--set", "epochs=2", "--device", "cpu")
+    return ddp("train", made.parents[2] / "project" / "mine.py", *words, *places, timeout=LIMIT)
 
 
 @pytest.mark.full
