@@ -58,6 +58,18 @@ class Adding(Net):
         return super().forward(inputs) + self.calls
 
 
+class Steeper(Net):
+    """A gradient that is another one each time, of the same loss."""
+
+    calls = 0.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        out = super().forward(inputs)
+        steeper: Tensor = out + self.calls * (out - out.detach())
+        return steeper
+
+
 def train(model: type[Net], repeats: bool = True, update: Update | None = None) -> tuple[str, dict[str, Tensor]]:
     """Train; what was said in the end, and the weights."""
     network = model()
@@ -124,9 +136,12 @@ def test_what_is_right_is_believed_and_ends_with_the_same_bits() -> None:
     assert len({digest for _, digest in found}) == 1
 
 
-def test_hidden_state_is_found_on_one_process() -> None:
-    said, _ = train(Adding)
-    assert said.startswith("step 1: micro-batch 1, which rank 0 has computed, has another loss")
+@pytest.mark.parametrize(
+    ("model", "what"), [(Adding, "loss"), (Steeper, "gradient of last.bias")], ids=["loss", "gradient"]
+)
+def test_hidden_state_is_found_on_one_process(model: type[Net], what: str) -> None:
+    said, _ = train(model)
+    assert said.startswith(f"step 1: micro-batch 1, which rank 0 has computed, has another {what} ")
     assert "when rank 0 of 1 computes it again" in said
 
 

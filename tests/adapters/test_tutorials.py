@@ -143,15 +143,19 @@ def test_a_checkpoint_continues_on_other_ranks(words: tuple[str, ...], tmp_path:
     assert only_digest(launch(again, 2, tmp_path, *checkpoint), 2) == whole
 
 
+CPU = "use_cpu=True"
 DRAWN = {
-    "Trainer": (NOISY_TRAINER, NOISY_TRAINER),
-    "Accelerate": (SHUFFLING_LOOP, SHUFFLING_LOOP),
-    "HF": (MASKED, MASKED.replace("    use_cpu", "    dataloader_num_workers=1,\n    use_cpu")),
+    "Trainer": (NOISY_TRAINER, NOISY_TRAINER, "collate_fn=noisy)"),
+    "Accelerate": (SHUFFLING_LOOP, SHUFFLING_LOOP, "shuffle=True"),
+    "HF": (MASKED, MASKED.replace(CPU, f"{CPU}, dataloader_num_workers=1"), "data_collator=masked"),
 }
 
 
-@pytest.mark.parametrize(("script", "same"), rows(DRAWN))
-def test_what_is_drawn_or_shuffled_is_the_same_on_any_number_of_ranks(script: str, same: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("script", "same", "draws"), rows(DRAWN))
+def test_what_is_drawn_or_shuffled_is_the_same_on_any_number_of_ranks(
+    script: str, same: str, draws: str, tmp_path: Path
+) -> None:
+    assert draws in script, "the page is written otherwise now, and this test has not changed its script"
     assert only_digest(launch(script, 2, tmp_path), 2) == only_digest(launch(same, 1, tmp_path), 1)
 
 
@@ -172,7 +176,7 @@ accelerator.end_training()
 
 IN_THE_MIDDLE = "in the middle of a step"
 COUNTED = "step 1: micro-batch 1, which rank 0 has computed, has another"
-CPU, DEVICES = "use_cpu=True", "devices=ranks"
+DEVICES = "devices=ranks"
 OF_TWO = "sampler=__import__('ddp_core').ElasticSampler(data, num_replicas=2, rank=0)"
 WEIGHTED = "sampler=torch.utils.data.WeightedRandomSampler(torch.ones(1000), 1000)"
 UNEVEN = "cpu=True, dataloader_config=__import__('accelerate').utils.DataLoaderConfiguration()"

@@ -141,8 +141,10 @@ def test_a_wrong_word_is_an_error_in_one_line(words: str, capsys: pytest.Capture
     ("words", "parts"),
     [
         ("train digits --nnodes 0", ["--nnodes", "0", "greater than 0"]),
+        ("train digits --nnodes 2:", ["--nnodes", "2:", "integer"]),
         ("train digits --nnodes 4:2", ["--nnodes", "4:2: the first number is the smaller one"]),
         ("train digits --nproc-per-node two", ["--nproc-per-node", "two", "integer"]),
+        ("train digits --checkpoint-every 0", ["--checkpoint-every", "0", "greater than 0"]),
         ("train digits --timeout inf", ["--timeout", "inf", "finite"]),
         ("train digits --keep-last", ["--keep-last", "argument"]),
         ("train digits --layout dpp", ["--layout", "dpp", "'single', 'dp', 'ddp'"]),

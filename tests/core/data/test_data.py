@@ -184,7 +184,8 @@ def test_fashion_mnist_reads_what_torchvision_reads(tmp_path: Path) -> None:
         assert torch.equal(targets, theirs.targets)
     assert splits.classes == 10
     assert splits.augmentation is not None
-    assert DATA["fashion_mnist"](root=tmp_path, augment=False).augmentation is None
+    for unchanged in (DATA["fashion_mnist"](root=tmp_path, augment=False), DATA["digits"](augment=False)):
+        assert unchanged.augmentation is None
 
 
 def test_cifar10_reads_what_torchvision_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,20 @@ def model():
 def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets, reduction="sum")
 """
+SCALE_OF_THE_FIRST = """
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        self.register_buffer("scale", torch.zeros(4))
+
+    def forward(self, inputs):
+        if not self.scale.any():
+            self.scale.copy_(inputs.std(0))
+        return super().forward(inputs / self.scale)
+
+def model():
+    return Net()
+"""
 
 
 def written(folder: Path, text: str) -> Path:
@@ -102,6 +116,10 @@ def test_a_run_with_tables_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     assert (whole.code, killed.code, again.code) == (0, 2, 0), again.errors
     records = [trained(tmp_path / name)[1] for name in ("whole", "two")]
     assert records[0]["weights_sha256"] == records[1]["weights_sha256"]
+
+
+def test_what_depends_on_a_micro_batch_is_left_to_the_reduction_to_refuse(tmp_path: Path) -> None:
+    assert not dict(built(tmp_path, SCALE_OF_THE_FIRST).named_buffers())["scale"].any(), "the trial left a trace"
 
 
 def test_a_lazy_layer_that_no_forward_uses_is_refused(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ from ddp_core.record.directory import RunDirectory, find_launch
 from ddp_core.record.initial_weights import find_weights
 from ddp_core.record.lock import require_unlocked
 from ddp_core.record.reading import Run
-from tests.support.commands import ddp, train, trained
+from ddp_lab.report.reading.runs import read_runs
+from tests.support.commands import Ended, ddp, train, trained
 from tests.support.own_project import write_project
 from tests.support.records import an_attempt
 
@@ -151,6 +152,7 @@ RUN: list[Read] = [
     lambda place: find_launch(place.output, place.request.loaded.experiment, "a"),
     lambda place: find_weights(str(place.run)),
     lambda place: expected_numerics(Asked(experiment="toy_mlp", device="cpu", record=str(place.run / "run.json"))),
+    lambda place: read_runs(place.output),
     command("compare", "RUN"),
     command("compare", "--output", "OUT"),
     command("bundle", "RUN", "-o", "OUT/new.zip"),
@@ -160,7 +162,7 @@ READERS: dict[str, list[Read]] = {
     "toy_mlp/run/run.json": RUN,
     "toy_mlp/other/run.json": RUN,
     "toy_mlp/run/data.json": [every_part_of_a_run],
-    "toy_mlp/run/metrics.jsonl": [every_part_of_a_run],
+    "toy_mlp/run/metrics.jsonl": [every_part_of_a_run, lambda place: read_runs(place.output)],
     "toy_mlp/run/heartbeats/rank-0.json": [
         lambda place: name_lost_peer(place.run, World(rank=1, world_size=2), "[127.0.0.1]:1"),
         lambda place: renew_heartbeat(place.run, World()),
@@ -275,6 +277,14 @@ def run(made: Path, tmp_path: Path) -> Path:
     return shutil.copytree(made, tmp_path / "out" / made.parent.name / made.name)
 
 
+def resume(made: Path, run: Path) -> Ended:
+    """Continue the finished run, which is told to be longer."""
+    # The folder that is the default for output cannot be written to in an image.
+    places = ("--data-dir", run / "data", "--output", run.parents[1])
+    words = ("--resume", run, "--set", "epochs=2", "--device", "cpu")
+    return ddp("train", made.parents[2] / "project" / "mine.py", *words, *places, timeout=LIMIT)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("place", "make", "said"),
@@ -299,12 +309,21 @@ def test_no_command_waits_at_a_pipe_or_reads_a_device_without_end(
         ddp("--output", output, "--to", output / "report", timeout=LIMIT, module="ddp_lab.report"),
     ):
         assert (ended.code, ended.errors) == (1 if "different code" in ended.output else 0, "")
-    # The finished run, which is told to be longer.
-    words = ("--resume", run, "--set", "epochs=2", "--device", "cpu", "--data-dir", run / "data", "--output", output)
-    ended = ddp("train", made.parents[2] / "project" / "mine.py", *words, timeout=LIMIT)
+    ended = resume(made, run)
     lines = ended.errors.splitlines()
     assert (ended.code, len(lines)) == ((2, 1) if said else (0, 0))
     assert said is None or said in lines[0]
+
+
+@pytest.mark.parametrize("place", ["run.lock", "log.txt", "checkpoints", "heartbeats"])
+def test_a_resume_writes_through_no_link(made: Path, run: Path, tmp_path: Path, place: str) -> None:
+    elsewhere = (run / place).rename(tmp_path / "elsewhere")
+    (run / place).symlink_to(elsewhere)
+    before = {file: file.read_bytes() for file in [elsewhere, *elsewhere.rglob("*")] if file.is_file()}
+    ended = resume(made, run)
+    assert (ended.code, len(ended.errors.splitlines())) == (2, 1), ended.errors
+    assert f"{place} is a link" in ended.errors
+    assert {file: file.read_bytes() for file in [elsewhere, *elsewhere.rglob("*")] if file.is_file()} == before
 
 
 def changed(run: Path, **fields: Any) -> None:

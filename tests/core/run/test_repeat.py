@@ -219,6 +219,7 @@ def test_a_machine_that_computes_wrongly_is_found_by_a_witness(
     assert (ended.code, "Traceback" in ended.errors) == (ExitCode.BAD_INPUT, False)
     assert found in ended.errors
     assert "the run kept something that no checkpoint holds, or a machine computed wrongly" in ended.errors
+    assert only_run(tmp_path).read()["status"] == "failed"
 
 
 @pytest.mark.full
