@@ -93,6 +93,27 @@ def test_only_tools_reach_the_outside() -> None:
     assert "ports" not in SERVICES["rendezvous"]
 
 
+def test_an_identity_has_no_capability_but_what_it_gives_up_at_once() -> None:
+    known, detected = (read("compose.user.yaml")["services"][name] for name in ("known", "detected"))
+    assert known.keys() == {"user", "init"}
+    assert {*detected["cap_add"]} == {"SETUID", "SETGID", "SETPCAP"}
+    assert detected["entrypoint"] == ["run-as-owner"]
+
+
+def test_what_trains_has_room_time_and_the_health_check_of_the_image() -> None:
+    for name in [*LAYOUTS, "node"]:
+        service = SERVICES[name]
+        found = (service["shm_size"], service["tmpfs"], service["stop_grace_period"], "healthcheck" in service)
+        assert found == ("1gb", "/tmp:exec", "60s", False)
+    assert re.search(r'^HEALTHCHECK .*CMD \["ddp", "health"\]$', DOCKERFILE, re.MULTILINE)
+
+
+def test_nodes_get_gpus_as_the_gpu_services_do() -> None:
+    node = read("compose.gpu.yaml")["services"]["node"]
+    assert node.items() >= {part: SERVICES["ddp-4gpu"][part] for part in ("deploy", "ulimits")}.items()
+    assert (node["image"], node["environment"]["DEVICE"]) == (IMAGE["cuda"], "cuda")
+
+
 def test_plain_up_runs_one_layout_that_needs_no_gpu() -> None:
     assert [name for name, service in SERVICES.items() if "profiles" not in service] == ["ddp-cpu"]
 

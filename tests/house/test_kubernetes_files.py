@@ -104,6 +104,12 @@ def test_pods_find_the_first_one_and_agree_on_an_id(name: str) -> None:
         assert (variables["PET_NNODES"], variables["PET_MASTER_ADDR"]) == ("2", host)
 
 
+@each_job
+def test_several_pods_write_to_a_claim_that_all_machines_can_write_to(name: str) -> None:
+    (claim,) = [each for each in documents(name) if each["kind"] == "PersistentVolumeClaim"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
 def validate(document: dict[str, Any]) -> int:
     """Validate against every version from 1.27 on; the number of versions. Raises ValidationError."""
     from kubernetes_validate import validate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
@@ -12,8 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -85,6 +88,8 @@ def test_the_build_is_that_of_the_driver_or_the_one_that_was_asked_for(index: In
     assert index.asked == []
     assert choose().words == cpu
     assert choose("cpu", driver=driver).words == [*cpu, "torch==2.13.0+cpu"]
+    newer = PINS | {"torch": "2.14.0"}
+    assert torch_build.choose_build(sys.executable, newer, None, None).words == [], "the index has another version"
 
 
 def test_an_index_that_takes_too_long_is_not_waited_for(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,3 +119,55 @@ def test_a_setup_of_what_there_is_not_ends_with_2_before_anything_is_made(
     assert (ended.code, ended.output, ended.errors.count("\n")) == (2, "", 1)
     assert ended.errors.startswith(f"setup: {variable}=conda: ")
     assert way_out in ended.errors
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """tools/environment.py, which makes its `.venv` below `tmp_path`."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    module = import_module("environment")
+    for name, place in (("ROOT", "."), ("ENVIRONMENT", ".venv"), ("STAMP", ".venv/.installed")):
+        monkeypatch.setattr(module, name, tmp_path / place)
+    monkeypatch.setattr(module, "make_dotenv", lambda: None)
+    monkeypatch.setattr(module, "fingerprint", str)
+    monkeypatch.delenv("TORCH", raising=False)
+    monkeypatch.delenv("INSTALLER", raising=False)
+    return module
+
+
+def test_a_setup_waits_for_another_and_leaves_what_a_link_leads_to(
+    environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "theirs" / "kept").mkdir(parents=True)
+    (tmp_path / ".venv").symlink_to(tmp_path / "theirs")
+
+    def locks(descriptor: int, how: int) -> None:
+        if how & fcntl.LOCK_NB:
+            raise BlockingIOError
+
+    def create(place: Path, **_: bool) -> None:
+        assert not place.is_symlink()
+        raise ImportError("import torch: gone")
+
+    monkeypatch.setattr(fcntl, "flock", locks)
+    monkeypatch.setattr("venv.create", create)
+    assert environment.main() == 1
+    output, errors = capfd.readouterr()
+    assert output.startswith("setup: waiting for another setup of this directory\n")
+    assert errors == "setup: installed, but not usable: import torch: gone\n"
+    assert (tmp_path / "theirs" / "kept").is_dir()
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_a_torchvision_of_another_torch_is_mended_and_what_else_fails_is_said(
+    environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    packages = tmp_path / ".venv" / "lib" / "python3.11" / "site-packages"
+    packages.mkdir(parents=True)
+    found = [{"torchvision": "operator torchvision::nms does not exist"}, {}, {"click": "gone"}]
+    monkeypatch.setattr(environment, "failed_imports", lambda _: found.pop(0))
+    environment.require_imports("python")
+    assert "its compiled operators" in capfd.readouterr().out
+    assert {path.name for path in packages.iterdir()} == {"torchvision_hook.py", "torchvision_hook.pth"}
+    with pytest.raises(ImportError, match=r"^import click: gone$"):
+        environment.require_imports("python")

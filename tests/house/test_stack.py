@@ -33,6 +33,14 @@ def test_service_is_confined(service: dict[str, Any]) -> None:
     assert "docker.sock" not in str(service["volumes"])
 
 
+def test_the_network_is_internal_and_encrypted_and_nodes_have_room_and_time() -> None:
+    options = {"driver": "overlay", "internal": True, "driver_opts": {"encrypted": "true"}}
+    assert STACK["networks"] == {"private": options}
+    node = SERVICES["node"]
+    assert {"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": 2**30}} in node["volumes"]
+    assert (node["stop_grace_period"], node["deploy"]["restart_policy"]["condition"]) == ("60s", "on-failure")
+
+
 def config(*files: str) -> subprocess.CompletedProcess[str]:
     """What docker makes of the files; skips the test where there is no docker command."""
     if shutil.which("docker") is None:

@@ -123,7 +123,9 @@ def test_speed_up_is_against_the_single_runs_median(tmp_path: Path) -> None:
     assert gains["ddp-1x2-cpu"] == values.Spread(1.5, 1.5, 1.5, 1)
     assert gains["single-cpu"] == values.Spread(1.0, 0.9, 1.3, 3)
     assert gains["ddp-1x4-cpu"] is None
-    row = [cell.text for cell in comparison_table(family).rows[1]]
+    rows = comparison_table(family).rows
+    assert (rows[0][3].text, rows[0][3].note, rows[2][2].text) == ("1,000", "900 to 1,300", "0 of 1")
+    row = [cell.text for cell in rows[1]]
     assert {"ddp-1x2-cpu", "1.50×", "75.0 %"} <= {*row}  # noqa: RUF001
 
 
