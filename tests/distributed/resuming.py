@@ -28,7 +28,7 @@ def kill_at(output: Path, step: int, *words: str, ranks: int = 0) -> None:
         with pytest.raises(AssertionError, match=r"ranks \[0\] died with \[-9\]"):
             train(output, *full, ranks=ranks)
     else:
-        is_first = not any(output.iterdir())
+        is_first = not any(output.glob("*"))
         ended = ddp("train", *full, "--device", "cpu", "--output", output)
         assert ended.code == -9
         assert ("no run that these settings go on with, so a new one begins" in ended.output) is is_first
