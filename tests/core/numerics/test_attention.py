@@ -135,3 +135,13 @@ def test_what_torch_refuses_is_refused() -> None:
         functional.scaled_dot_product_attention(drawn(1, 2, 5, 16), drawn(1, 2, 5, 8), drawn(1, 2, 5, 16))
     with pytest.raises(RuntimeError):
         functional.scaled_dot_product_attention(drawn(1, 3, 5, 8), drawn(1, 2, 5, 8), drawn(1, 2, 5, 8))
+
+
+@pytest.mark.usefixtures("portable")
+def test_a_query_that_sees_no_key_gets_zeros() -> None:
+    mask = torch.ones(5, 7, dtype=torch.bool)
+    mask[2] = False
+    result, of_query, of_key, of_value = attended(*(drawn(1, 1, rows, 16) for rows in (5, 7, 7)), attn_mask=mask)
+    assert not result[0, 0, 2].any()
+    assert not of_query[0, 0, 2].any()
+    assert all(each.isfinite().all() for each in (of_key, of_value))

@@ -213,3 +213,14 @@ def test_limits_that_torch_has_missed_are_an_error(monkeypatch: pytest.MonkeyPat
     # As in a process that has loaded torch first, on a CPU with AVX-512.
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     assert not limits_hold()
+
+
+@pytest.mark.parametrize("way", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_adam_takes_exact_roots(way: dict[str, bool]) -> None:
+    gradient = np.random.default_rng(3).random(COUNT, dtype=np.float32)
+    weights = nn.Parameter(torch.zeros(COUNT))
+    weights.grad = torch.from_numpy(gradient)
+    torch.optim.Adam([weights], lr=1.0, betas=(0.0, 0.0), eps=1e-30, **way).step()
+    # With both betas zero, Adam's first step adds -g / sqrt(g * g) to each weight, where g is its gradient.
+    truth = -gradient / roots(gradient * gradient)
+    assert np.array_equal(weights.detach().numpy(), truth)
