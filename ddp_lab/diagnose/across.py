@@ -100,7 +100,10 @@ def with_one_process(one: Run, run: Run, draws: bool) -> Finding:
     is_same = all(alone.gradients[name]["digest"] == at[0].gradients[name]["digest"] for name in rounding)
     how = "to the bit" if is_same else f"up to rounding, {max(rounding.values()):.1g} of the ranks' own gradients"
     kept = "random-numbers" if draws else "samples" if is_same else "rounding"
-    evidence = f"step 1: the gradient{' without dropout' * draws} is that of {which} {how} ({len(rounding)} parameters)"
+    without = " without dropout" * draws
+    if any(name.endswith("running_var") for forward in alone.forwards for name in forward["buffers"]):
+        without += ", with batch norm's running statistics,"
+    evidence = f"step 1: the gradient{without} is that of {which} {how} ({len(rounding)} parameters)"
     return Finding(f"remains-{kept}", evidence, run.world)
 
 

@@ -113,8 +113,10 @@ def with_one_process(seen: dict[str, list[float]], **changes: Any) -> Finding:
 
     rate, unseen, draws = changes.pop("rate", 0.1), changes.pop("unseen", []), changes.pop("draws", False)
     used, moved, scale = {"w": [1.0, 2.0], "b": [3.0], "k": [1e-9]}, changes.pop("moved", []), changes.pop("scale", 1.0)
+    buffers = changes.pop("buffers", {})
     one = step(**{"samples": ["a", "b"], "gradients": gradients(used), "updates": updates(used, 0.1)} | changes)
     one.forwards[0]["moved"] = moved
+    one.forwards[0]["buffers"] = buffers
     did = {"gradients": gradients(seen), "updates": updates(seen, rate)}
     ranks = [[step(rank=rank, world=2, samples=["ab"[rank]], **did)] for rank in range(2)]
     ranks[0][0].unseen.extend(unseen)
@@ -137,6 +139,7 @@ def with_one_process(seen: dict[str, list[float]], **changes: Any) -> Finding:
         ({"w": [1.0, 2.0]}, {"rate": 0.2}, "other-update", "w moves otherwise"),
         # What moves by design, as the settings of the optimizer say, is said by them.
         ({"w": [1.0, 2.0]}, {"rate": 0.2, "rates": [0.2]}, "remains-samples", ""),
+        ({"w": [1.0, 2.0]}, {"buffers": {"n.running_var": "1"}}, "remains-samples", "running statistics"),
         # A gradient that is rounding alone, and own gradients with a scaler's factor in them.
         ({"w": [1.0, 2.0], "k": [-1e-8]}, {}, "remains-rounding", "(2 parameters)"),
         ({"w": [2.0, 1.0], "b": [3.0]}, {"scale": 65536.0}, "other-gradient", "of w is no multiple of that"),
