@@ -16,6 +16,8 @@ _DRAW_AGAIN = ("WeightedRandomSampler",)
 """Samplers that draw samples more than once on purpose."""
 _LARGE = 0.1
 """An element of a gradient is large from this part of the largest on; so much of an update is no rounding."""
+_NOTHING = 1e-3
+"""What a gradient is off by is measured by this part of the largest parameter's at least."""
 
 
 def not_repeatable(one: Run, again: Run) -> Iterator[Finding]:
@@ -72,8 +74,8 @@ def with_one_process(one: Run, run: Run, draws: bool) -> Finding:
         raise UserError("not proved: one process begins with other weights")
     if not alone.samples or not has_samples_of(one, run):
         raise UserError("not proved: one process could not be given the samples of all ranks")
-    if any(forward["moved"] for forward in alone.forwards):
-        raise UserError("not proved: random numbers are drawn in forward")
+    if any(forward["moved"] for forward in alone.forwards) or _draws_after_forward(alone):
+        raise UserError("not proved: random numbers are drawn in forward, or between it and the step")
     if not (rounding := dict(_rounding(alone, at))):
         raise UserError("not proved: what its backward passes give is not known")
     others = {name: multiple(alone.reduced(name), at[0].reduced(name)) for name, off in rounding.items() if off > CLEAR}
@@ -98,13 +100,21 @@ def with_one_process(one: Run, run: Run, draws: bool) -> Finding:
     is_same = all(alone.gradients[name]["digest"] == at[0].gradients[name]["digest"] for name in rounding)
     how = "to the bit" if is_same else f"up to rounding, {max(rounding.values()):.1g} of the ranks' own gradients"
     kept = "random-numbers" if draws else "samples" if is_same else "rounding"
-    evidence = f"step 1: the gradient{' without dropout' * draws} is that of {which} {how} ({len(rounding)} parameters)"
+    without = " without dropout" * draws
+    if any(name.endswith("running_var") for forward in alone.forwards for name in forward["buffers"]):
+        without += ", with batch norm's running statistics,"
+    evidence = f"step 1: the gradient{without} is that of {which} {how} ({len(rounding)} parameters)"
     return Finding(f"remains-{kept}", evidence, run.world)
 
 
 def has_samples_of(one: Run, run: Run) -> bool:
     """Whether the first step on one rank has the samples of all ranks' first step anyway."""
     return sorted(_first_samples(one)) == sorted(_first_samples(run))
+
+
+def _draws_after_forward(step: Step) -> bool:
+    """Whether the loss or the optimizer draws random numbers, where the last forward pass draws none."""
+    return bool(step.forwards) and step.forwards[-1]["generators"] != step.event["generators"]
 
 
 def _first_samples(run: Run) -> list[str]:
@@ -114,27 +124,35 @@ def _first_samples(run: Run) -> list[str]:
 def _rounding(alone: Step, at: Sequence[Step]) -> Iterator[tuple[str, float]]:
     """By parameter, how far the ranks' gradient is from one process's, as a part of their own gradients.
 
-    Sums of numbers that cancel each other are rounded as the numbers are. Parameters are left out whose gradients are
-    unknown, zero, or not finite.
+    Sums of numbers that cancel each other are rounded as the numbers are; own gradients are taken as the optimizer
+    gets them, such as without a scaler's factor. A gradient that is nothing beside the largest, as that of the bias of
+    keys in attention, may be rounding alone. Parameters are left out whose gradients are unknown, zero, or not finite.
     """
+    known: dict[str, tuple[float, float]] = {}
     for name in at[0].gradients:
         expected, seen = alone.reduced(name), at[0].reduced(name)
         owns = [own for step in at if (own := step.gradients.get(name, {}).get("own")) is not None]
         is_known = len(owns) == len(at) and len(expected) == len(seen) and isfinite(sum(expected) + sum(seen))
         if is_known and (any(expected) or any(seen)):
-            yield name, dist(expected, seen) / (max(hypot(*own) for own in owns) or 1.0)
+            mean = hypot(*map(sum, zip(*owns, strict=True))) / len(owns)
+            used = min(1.0, max(hypot(*expected), hypot(*seen)) / mean) if mean else 1.0
+            known[name] = dist(expected, seen), used * max(hypot(*own) for own in owns)
+    least = _NOTHING * max((own for _, own in known.values()), default=0.0)
+    for name, (off, own) in known.items():
+        yield name, off / (max(own, least) or 1.0)
 
 
 def _moved_otherwise(alone: Step, step: Step, names: Iterable[str]) -> str | None:
     """The first parameter that the same gradient moves otherwise; None where none is, or rates are others by design.
 
-    An optimizer may make a full move of a gradient that is rounding alone, so small elements do not count.
+    An optimizer may make a full move of a gradient that is rounding alone, so small or unlike elements do not count.
     """
     if alone.event["rates"] != step.event["rates"] or alone.event["settings"] != step.event["settings"]:
         return None
     for name in names:
         gradient, moves = alone.reduced(name), (alone.event["updates"][name], step.event["updates"][name])
-        large = [index for index, each in enumerate(gradient) if abs(each) > _LARGE * max(map(abs, gradient))]
+        least, pairs = _LARGE * max(map(abs, gradient)), zip(gradient, step.reduced(name), strict=True)
+        large = [at for at, (each, seen) in enumerate(pairs) if abs(each) > max(least, abs(each - seen) / CLEAR)]
         one, other = ([each[index] for index in large] for each in moves)
         if dist(one, other) > _LARGE * max(hypot(*one), hypot(*other)):
             return name

@@ -393,11 +393,13 @@ def _end(schedule: Any, moves: int) -> int:
 
     A rate that only fades away has none. The schedule moves on, so it and its optimizer are of no use afterwards.
     """
-    rates = [float(schedule.optimizer.param_groups[0]["lr"])]
+    rates: list[float] = []
     with suppress(Exception), warnings.catch_warnings(action="ignore"):  # OneCycleLR ends with a ValueError
         while len(rates) < _LONGEST_SCHEDULE:
-            schedule.step()
             rates.append(float(schedule.optimizer.param_groups[0]["lr"]))
+            schedule.step()
+    if not rates:  # a script's own schedule may have another optimizer, or none
+        return 0
     highest = rates.index(max(rates))
     end = rates.index(min(rates[highest:]), highest)
     return moves + end if highest < end < _LONGEST_SCHEDULE - 1 and rates[end - 1] > _FADED * rates[highest] else 0

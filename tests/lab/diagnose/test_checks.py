@@ -14,6 +14,7 @@ from ddp_lab.diagnose import across, checks
 from ddp_lab.diagnose.findings import KINDS, Finding, by_harm
 from ddp_lab.diagnose.resumed import not_restored
 from ddp_lab.diagnose.trace import Pass, Rank, Run, Step, read_run
+from ddp_lab.diagnose.tracer import _end
 from tests.support.wording import refusing
 
 
@@ -102,15 +103,20 @@ def with_one_process(seen: dict[str, list[float]], **changes: Any) -> Finding:
     """What is found where two ranks have used these gradients; one process has [1, 2] and [3] with their samples."""
 
     def gradients(used: dict[str, list[float]]) -> dict[str, Any]:
-        return {name: {"digest": str(each), "own": each, "reduced": each} for name, each in used.items()}
+        return {
+            name: {"digest": str(each), "own": [scale * element for element in each], "reduced": each}
+            for name, each in used.items()
+        }
 
     def updates(used: dict[str, list[float]], rate: float) -> dict[str, Any]:
         return {name: [-rate * element for element in each] for name, each in used.items()}
 
     rate, unseen, draws = changes.pop("rate", 0.1), changes.pop("unseen", []), changes.pop("draws", False)
-    used, moved = {"w": [1.0, 2.0], "b": [3.0]}, changes.pop("moved", [])
+    used, moved, scale = {"w": [1.0, 2.0], "b": [3.0], "k": [1e-9]}, changes.pop("moved", []), changes.pop("scale", 1.0)
+    buffers = changes.pop("buffers", {})
     one = step(**{"samples": ["a", "b"], "gradients": gradients(used), "updates": updates(used, 0.1)} | changes)
     one.forwards[0]["moved"] = moved
+    one.forwards[0]["buffers"] = buffers
     did = {"gradients": gradients(seen), "updates": updates(seen, rate)}
     ranks = [[step(rank=rank, world=2, samples=["ab"[rank]], **did)] for rank in range(2)]
     ranks[0][0].unseen.extend(unseen)
@@ -133,6 +139,11 @@ def with_one_process(seen: dict[str, list[float]], **changes: Any) -> Finding:
         ({"w": [1.0, 2.0]}, {"rate": 0.2}, "other-update", "w moves otherwise"),
         # What moves by design, as the settings of the optimizer say, is said by them.
         ({"w": [1.0, 2.0]}, {"rate": 0.2, "rates": [0.2]}, "remains-samples", ""),
+        ({"w": [1.0, 2.0]}, {"buffers": {"n.running_var": "1"}}, "remains-samples", "running statistics"),
+        # A gradient that is rounding alone, and own gradients with a scaler's factor in them.
+        ({"w": [1.0, 2.0], "k": [-1e-8]}, {}, "remains-rounding", "(2 parameters)"),
+        ({"w": [2.0, 1.0], "b": [3.0]}, {"scale": 65536.0}, "other-gradient", "of w is no multiple of that"),
+        ({"w": [1.0, 2.001], "b": [3.0]}, {"scale": 65536.0}, "remains-rounding", "up to rounding, 0.0004 of"),
         ({"w": [1.0, 2.0]}, {"unseen": [{"site": "train.py:4"}]}, "remains-samples", ""),
         ({"w": [0.5, 1.0]}, {"unseen": [{"site": "train.py:4"}]}, "exchange-without-gradient", ""),
     ],
@@ -152,6 +163,7 @@ def test_the_step_is_that_of_one_process_with_the_samples_of_all_ranks(
         ({"weights_before": {"w": "other"}}, "begins with other weights"),
         ({"samples": ["a", "c"]}, "could not be given the samples"),
         ({"moved": ["torch"]}, "random numbers"),
+        ({"generators": {"torch": "moved on by the loss"}}, "random numbers"),
         ({"gradients": {}}, "not known"),
     ],
 )
@@ -179,6 +191,10 @@ def test_a_schedule_of_one_ranks_epochs_is_too_long_on_more(ends: tuple[int, int
         runs.append(run(*steps, passes=[[one_pass(range(8), length=12 // ranks)]] * ranks))
         runs[-1].ranks[0].schedule_ends.append(end)
     assert [name for name in names(across.with_ranks(*runs)) if name.startswith("schedule")] == found
+
+
+def test_a_schedule_without_an_optimizer_has_no_end() -> None:
+    assert _end(object(), 3) == 0
 
 
 def test_a_gradient_that_is_not_finite_on_more_ranks() -> None:
