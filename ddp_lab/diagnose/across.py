@@ -16,6 +16,8 @@ _DRAW_AGAIN = ("WeightedRandomSampler",)
 """Samplers that draw samples more than once on purpose."""
 _LARGE = 0.1
 """An element of a gradient is large from this part of the largest on; so much of an update is no rounding."""
+_LEAST_STEPS = 8
+"""A number of steps that is chosen freely is too often a multiple of the steps of a shorter epoch."""
 _NOTHING = 1e-3
 """What a gradient is off by is measured by this part of the largest parameter's at least."""
 
@@ -216,7 +218,7 @@ def _schedule_end(one: Run, run: Run) -> Iterator[Finding]:
         for each, some in zip(passes, (one, run), strict=True)
     ]
     for end, other in zip(one.ranks[0].schedule_ends, run.ranks[0].schedule_ends, strict=False):
-        if end == other and end and 0 < epochs[1] < epochs[0] and end % epochs[0] == 0:
+        if end == other and end and 0 < epochs[1] < epochs[0] >= _LEAST_STEPS and end % epochs[0] == 0:
             evidence = (
                 f"it ends after {end} steps on any number of ranks: {end // epochs[0]} epochs of {epochs[0]} steps on "
                 f"one, {end / epochs[1]:.3g} of {epochs[1]} on {run.world}"

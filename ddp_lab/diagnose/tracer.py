@@ -60,8 +60,8 @@ _EXCHANGES = (
 """Functions of torch.distributed by which figures of all ranks come together."""
 _LONGEST_SCHEDULE = 20_000
 """In steps; the end of a longer one is not looked for."""
-_FADED = 1e-9
-"""So small a part of its highest rate a schedule that ends has not come to before its last move."""
+_FADED = 1e-6
+"""So small a part of its highest rate is rounding, and a schedule that ends has not come to it before its last move."""
 
 
 def install() -> None:
@@ -99,8 +99,8 @@ class Tracer:
         self._state = ""
         self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._stepping: Optimizer | None = None
-        self._schedules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        """By schedule, how often it has moved on."""
+        self._schedules: dict[int, Any] = {}
+        """By its id, each schedule that has moved on."""
         self._is_in_schedule = False
         self._is_evaluating = False
         self._scaler: dict[str, Any] | None = None
@@ -251,7 +251,7 @@ class Tracer:
                 return step(schedule, *words, **named)
             finally:
                 self._is_in_schedule = False
-                self._schedules[schedule] = self._schedules.get(schedule, 0) + 1
+                self._schedules[id(schedule)] = schedule
                 self._recorder.write("schedule", site=site(), kind=type(schedule).__name__)
 
         kind.step = traced
@@ -359,7 +359,8 @@ class Tracer:
 
     def _stop(self) -> None:
         """End the process once every rank has come here: none loses a peer while it still needs it."""
-        self._recorder.write("stopped", ends=[_end(each, moves) for each, moves in self._schedules.items()])
+        self._is_in_schedule = True  # what moves on now is no event
+        self._recorder.write("stopped", ends=[_end(each) for each in self._schedules.values()])
         rank, world, _ = place()
         folder = Path(os.environ[FOLDER])
         (folder / f"{rank}.stopped").touch()
@@ -388,21 +389,26 @@ def _has_loss(tree: Any) -> bool:
     return any(each.dim() == 0 and each.requires_grad for each in tensors_of([tree]))
 
 
-def _end(schedule: Any, moves: int) -> int:
-    """After how many moves a schedule's rate is the lowest after the highest one; 0 where it has no such end.
+def _end(schedule: Any) -> int:
+    """After how many moves a schedule's rate is the lowest for the first time; 0 where it has no such end.
 
     A rate that only fades away has none. The schedule moves on, so it and its optimizer are of no use afterwards.
     """
     rates: list[float] = []
-    with suppress(Exception), warnings.catch_warnings(action="ignore"):  # OneCycleLR ends with a ValueError
+    moves, is_over = getattr(schedule, "last_epoch", 0), 1
+    with suppress(Exception), warnings.catch_warnings(action="ignore"):
         while len(rates) < _LONGEST_SCHEDULE:
             rates.append(float(schedule.optimizer.param_groups[0]["lr"]))
             schedule.step()
+        is_over = 0
     if not rates:  # a script's own schedule may have another optimizer, or none
         return 0
-    highest = rates.index(max(rates))
-    end = rates.index(min(rates[highest:]), highest)
-    return moves + end if highest < end < _LONGEST_SCHEDULE - 1 and rates[end - 1] > _FADED * rates[highest] else 0
+    nothing = _FADED * max(rates)
+    bottom = min(rates) + nothing
+    end = next(at for at, rate in enumerate(rates) if rate <= bottom)
+    if not 0 < end < _LONGEST_SCHEDULE - 1 or rates[end - 1] <= 2 * nothing:
+        return 0
+    return moves + end + is_over  # OneCycleLR is over with its lowest rate: one move more is an error
 
 
 def _is_called_by(function: str) -> bool:

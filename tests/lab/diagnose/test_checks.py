@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.optim import lr_scheduler
 
 from ddp_core.base.errors import UserError
 from ddp_lab.diagnose import across, checks
@@ -193,8 +195,24 @@ def test_a_schedule_of_one_ranks_epochs_is_too_long_on_more(ends: tuple[int, int
     assert [name for name in names(across.with_ranks(*runs)) if name.startswith("schedule")] == found
 
 
-def test_a_schedule_without_an_optimizer_has_no_end() -> None:
-    assert _end(object(), 3) == 0
+@pytest.mark.parametrize(
+    ("kind", "words", "end"),
+    [
+        (lr_scheduler.OneCycleLR, {"max_lr": 0.1, "total_steps": 36}, 36),
+        (lr_scheduler.CosineAnnealingLR, {"T_max": 24}, 24),
+        (lr_scheduler.LinearLR, {"start_factor": 1.0, "end_factor": 0.1, "total_iters": 24}, 24),
+        (lr_scheduler.LambdaLR, {"lr_lambda": lambda step: max(0, 1 - step / 24)}, 24),
+        (lr_scheduler.ExponentialLR, {"gamma": 0.9}, 0),
+        (lr_scheduler.StepLR, {"step_size": 30}, 0),
+    ],
+)
+def test_a_schedules_end_is_where_its_rate_is_the_lowest(kind: Any, words: dict[str, Any], end: int) -> None:
+    schedule = kind(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1, 0.9), **words)
+    for _ in range(3):
+        schedule.optimizer.step()
+        schedule.step()
+    assert _end(schedule) == end
+    assert _end(object()) == 0, "a script's own schedule may have no optimizer"
 
 
 def test_a_gradient_that_is_not_finite_on_more_ranks() -> None:
