@@ -8,9 +8,8 @@ from ddp_lab.claims.c17_asynchronous import jitter
 from ddp_lab.claims.framework.claim import Judgement
 from ddp_lab.claims.measuring.parameter_server import DIVERGED
 from tests.lab.claims.measurements import (
-    MADE_UP,
+    CLAIMS,
     NOISE,
-    ON_CUDA,
     Change,
     all_of,
     among,
@@ -33,6 +32,12 @@ from tests.lab.claims.measurements import (
 
 CONFIRMED, REFUTED, MISSING, OPEN = "confirmed", "refuted", "not measurable here", "inconclusive"
 PARTLY = "confirmed in part"
+
+UNCHANGED = {
+    **{"C03": {3: REFUTED}, "C04": {1: REFUTED}, "C09": {1: REFUTED}, "C10": {1: REFUTED}, "C11": {3: REFUTED}},
+    **{"C12": {2: REFUTED}, "C13": {1: REFUTED}, "C14": {4: PARTLY}, "C18": {0: REFUTED, 1: REFUTED}},
+}
+"""What is not confirmed before a change, by the part's place: also where the record is older than the rule."""
 
 WEAK, TOY = ("points", 0, "seconds", "weak 2"), ("toy", "seconds", "weak 2")
 NOISY_CONTROL = times(1.17, "points", 0, "seconds", "apart 2", noise=NOISE)
@@ -97,12 +102,14 @@ TURNS: list[tuple[str, Change, dict[int, str]]] = [
     ("C05", at("networks", value={}), {1: MISSING, 2: MISSING}),
     ("C06", times(0.8, *RESNET, "dp"), {0: REFUTED}),
     ("C06", times(0.9, *RESNET, "dp", noise=NOISE), {0: OPEN}),
+    ("C06", at("experiments", value=published("C06")["measurements"]["experiments"]), {0: MISSING}),
     ("C07", at("layouts", "dp", value={"memory": [1e9, 2e9], "busy": [1.0, 2.0]}), {0: REFUTED}),
     ("C07", at("layouts", "dp", "busy", value=[1.0, 1.0]), {0: OPEN}),
     ("C08", at("by_devices", "4", "ddp", 0, "sent", value=1e6), {0: REFUTED}),
     ("C08", all_of(at("countable", value=False), at("by_devices", value={})), {0: MISSING}),
     ("C08", at("cuda", "weights", value=0.0), {1: REFUTED}),
     ("C08", at("cuda", "gradients", value=0.0), {1: REFUTED}),
+    ("C08", at("cuda", value=None), {1: MISSING}),
     ("C09", at("ids", value=lambda ids: ids | {"without": ids["with"]}), {0: REFUTED}),
     ("C09", at("ids", value=lambda ids: ids | {"with": ids["without"]}), {0: REFUTED}),
     ("C09", at("samples", value=1001), {1: CONFIRMED}),
@@ -119,7 +126,7 @@ TURNS: list[tuple[str, Change, dict[int, str]]] = [
     ("C12", among("cases", {"factor": 1.0}, rescaled=False), {1: REFUTED}),
     ("C12", among("cases", {"difference": 3e-7}, where="BatchNorm"), {2: CONFIRMED}),
     ("C13", at("devices", value=1), {3: MISSING, 4: MISSING}),
-    ("C13", at("cases", 0, "losses", "5", "all_ranks", value=2.00001), {2: REFUTED}),
+    ("C13", at("cases", 0, "losses", "5", "all_ranks", value=lambda loss: 1.000005 * loss), {2: REFUTED}),
     ("C13", at("cases", 0, "losses", value=weighed_right), {1: CONFIRMED}),
     ("C13", times(3.0, *EVALUATED, "all_ranks"), {4: REFUTED}),
     ("C13", times(1.9, *EVALUATED, "all_ranks", noise=NOISE), {4: OPEN}),
@@ -154,8 +161,9 @@ TURNS: list[tuple[str, Change, dict[int, str]]] = [
     ("C17", at("delayed", 1, "losses", value=[1.0, DIVERGED]), {}),
     ("C18", survives("alone"), {0: CONFIRMED}),
     ("C18", all_of(survives("alone"), survives("without_restart")), {0: CONFIRMED, 1: CONFIRMED}),
-    ("C18", all_of(*(among(name, {"killed": False}) for name in ("alone", "without_restart"))), {0: OPEN, 1: OPEN}),
-    ("C18", at("with_restart", 0, "status", value="failed"), {}),
+    ("C18", all_of(*(at(name, 1, "killed", value=False) for name in ("alone", "without_restart"))), {0: OPEN, 1: OPEN}),
+    ("C18", among("with_restart", {"status": "failed"}), {}),
+    ("C19", at("device", value="cpu"), {2: MISSING, 3: MISSING}),
     ("C19", at("cases", 3, "digests", value=["a", "b"]), {0: REFUTED}),
     ("C19", among("cases", {"ddp": 0.0}), {1: REFUTED}),
     ("C19", among("cases", {"dp": 0.0}), {2: REFUTED, 3: REFUTED}),
@@ -168,6 +176,7 @@ TURNS: list[tuple[str, Change, dict[int, str]]] = [
     ("C20", at("alone", "processes", value=1), {0: OPEN}),
     ("C20", times(0.6, *SPED), {1: REFUTED}),
     ("C20", times(0.77, *SPED, noise=NOISE), {1: OPEN}),
+    ("C21", at("device", value="cpu"), {1: MISSING}),
     ("C21", at("cases", "ddp", "losses", value=lambda losses: losses[::-1]), {0: OPEN}),
     ("C21", at("cases", "ddp", "losses", 1, value=None), {0: REFUTED}),
     ("C21", at("cases", "dp", value={"completed": False, "said": "out of memory"}), {1: REFUTED}),
@@ -183,7 +192,7 @@ TURNS: list[tuple[str, Change, dict[int, str]]] = [
     ("C22", at("limited", "too many, DDP", "trained", value=True), {2: REFUTED}),
     ("C22", limited("too many, DDP", False, "a peer was lost"), {2: OPEN}),
     ("C22", limited("too many, halves", True, "no memory"), {3: REFUTED}),
-    ("C22", at("limited", "too many, halves", "losses", value=[2.0, 1.1]), {3: REFUTED}),
+    ("C22", at("limited", "too many, halves", "losses", 1, value=lambda loss: 1.00001 * loss), {3: REFUTED}),
     ("C22", limited("too many, no limit", False, "lost"), {3: OPEN}),
 ]
 
@@ -202,9 +211,10 @@ def test_another_measurement_turns_its_part_and_no_other(number: str, change: Ch
     assert verdicts(judged(number, change)) == expected
 
 
-@pytest.mark.parametrize("number", [*MADE_UP, *ON_CUDA])
-def test_measurements_as_the_sentence_has_them_confirm_it(number: str) -> None:
-    assert set(verdicts(judged(number))) == {CONFIRMED}
+@pytest.mark.parametrize("number", CLAIMS)
+def test_each_part_is_confirmed_but_these(number: str) -> None:
+    found = dict(enumerate(verdicts(judged(number))))
+    assert {place: verdict for place, verdict in found.items() if verdict != CONFIRMED} == UNCHANGED.get(number, {})
 
 
 @pytest.mark.parametrize(
@@ -224,7 +234,7 @@ def test_what_cannot_be_measured_here_is_said(number: str, change: Change, words
 
 @pytest.mark.parametrize("number", ["C19", "C21"])
 def test_what_cuda_measures_is_no_stand_in(number: str) -> None:
-    assert [figure["part"] for figure in published(number)["figures"] if figure["stand_in"]]
+    assert [figure for figure in judged(number, at("device", value="cpu")).figures if figure.stand_in]
     assert not [figure for figure in judged(number).figures if figure.stand_in]
 
 
