@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.record import record
 from benchmarks.turns import rotated
-from tests.faults.launches import Launch, Watch, nodes, train_words
+from tests.faults.launches import Launch, Watch, launched, nodes, train_words
 from tests.support.commands import wait_until
 
 TIMEOUT = 5
@@ -46,14 +46,14 @@ FIRST_STRIKE = 14
 
 def one_node(output: Path, strike: Callable[[Launch], object], *way: str) -> tuple[float, int]:
     """Seconds and steps that a fault in a launch of one node costs."""
-    with Launch(*train_words(output, *LENGTH, *(way or RESTART), ranks=RANKS), pause=PAUSE) as launch:
+    with launched(*train_words(output, *LENGTH, *(way or RESTART), ranks=RANKS), pause=PAUSE) as launch:
         return _strike(Watch(output), lambda: strike(launch))
 
 
 def joins(output: Path) -> tuple[float, int]:
     """How long the others stand still when a new worker joins them, and how many steps they do again."""
     watch = Watch(output)
-    with Launch(*train_words(output, *LENGTH, *LIVE, ranks=RANKS), pause=PAUSE) as launch:
+    with launched(*train_words(output, *LENGTH, *LIVE, ranks=RANKS), pause=PAUSE) as launch:
         _strike(watch, lambda: kill_worker(launch))
         return _pause(watch, 1)
 
