@@ -52,7 +52,7 @@ def test_a_run_keeps_the_checkpoint_of_that_evaluation_and_refuses_a_wrong_name_
     assert wrong.code == 2
     assert "no number class_mean_f2; did you mean test_class_mean_f1" in wrong.errors
     assert list(tmp_path.iterdir()) == [], "a refused run leaves no directory"
-    ended = command(*words, "--set", "best=max ema_test_class_mean_f1")
+    ended = command(*words, "--set", "best=min ema_test_perplexity")
     assert ended.code == 0, ended.errors
     (pointer,) = tmp_path.glob("*/*/checkpoints/best.json")
-    assert "step-000000016" in pointer.read_text()
+    assert "step-000000008" in pointer.read_text()
