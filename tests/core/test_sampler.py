@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import re
 import tracemalloc
 from collections.abc import Iterable
@@ -92,6 +93,16 @@ def test_positions_and_slices_outside_are_refused(length: int) -> None:
             with pytest.raises(IndexError):
                 order.ids(0, start, stop)
         assert [order.ids(0, place, place).tolist() for place in (0, 3, length)] == [[]] * 3
+
+
+def test_any_slice_equals_the_slice_of_the_whole() -> None:
+    """Also after any other, whose ids may have been computed ahead."""
+    order, chance = GlobalOrder(45_000, 3), random.Random(0)
+    whole = [Permutation(45_000, (3, epoch))(range(45_000)) for epoch in range(2)]
+    for _ in range(300):
+        epoch, start = chance.randrange(2), chance.choice((0, 5_000, 20_000, 44_000)) + chance.randrange(100)
+        stop = min(start + chance.choice((0, 64, 9_000, BLOCK, 20_000)), 45_000)
+        assert np.array_equal(order.ids(epoch, start, stop), whole[epoch][start:stop])
 
 
 def test_global_order_depends_on_seed_and_epoch_alone() -> None:

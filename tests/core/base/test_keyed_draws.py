@@ -167,6 +167,7 @@ def test_copying_what_draws_moves_no_stream_and_keeps_the_keys() -> None:
             key_draws(KEY)
             assert drawn_again() == first
         behind = np.random.rand.__self__
+        behind.rand()
         for other in (copy.deepcopy(behind), pickle.loads(pickle.dumps(behind))):
             with generators_kept():
                 assert other.rand() == np.random.rand()

@@ -195,7 +195,7 @@ def _run() -> None:
 @pytest.mark.parametrize(
     ("action", "limit", "value", "said"),
     [
-        (_open_many, resource.RLIMIT_NOFILE, 1000, "too many open files for /dev/null (EMFILE): a process may have 1"),
+        (_open_many, resource.RLIMIT_NOFILE, 200, "too many open files for /dev/null (EMFILE): a process may have 200"),
         (_fork, resource.RLIMIT_NPROC, 0, "no more processes or threads (Resource temporarily unavailable): raise"),
         (_run, resource.RLIMIT_NPROC, 0, "no more processes or threads (Resource temporarily unavailable): raise"),
         (_thread, resource.RLIMIT_NPROC, 0, "no more processes or threads (can't start new"),

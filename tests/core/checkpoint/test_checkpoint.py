@@ -407,12 +407,14 @@ def test_a_save_is_told_with_its_size_and_seconds(tmp_path: Path, asynchronous: 
         for step in (1, 2, 3):
             checkpointer.save(state_of(step), step=step, epoch=0, best=step == 1)
             checkpointer.before_update()
+        checkpointer.close()
+        checkpointer.save(state_of(4), step=4, epoch=0)  # a closed one begins anew
     stood = r", training stood still for (\d+\.\d{3}) s" if asynchronous else ""
     for step, line in enumerate(lines, start=1):
         found = re.fullmatch(rf"checkpoint of step {step}: \d+(\.\d+)? \w+ in (\d+\.\d{{3}}) s{stood}", line)
         assert found is not None, line
         assert all(float(seconds) < 60 for seconds in found.groups()[1:])
-    assert _steps(tmp_path) == [3, 2, 1], "two are kept, and the best one"
+    assert _steps(tmp_path) == [4, 3, 1], "two are kept, and the best one"
 
 
 def test_a_save_that_is_given_up_is_told_with_its_step(tmp_path: Path) -> None:

@@ -149,6 +149,17 @@ def test_a_node_that_the_others_meet_at_listens_at_its_address(named: str | None
     assert ask(_host, named and f"{named}:{free_port()}") == {"127.0.0.1"}
 
 
+def _encrypted() -> None:
+    os.environ["GLOO_DEVICE_TRANSPORT"] = "TCP_TLS"
+    with pytest.raises(RuntimeError, match="unsupported gloo device"):
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+
+def test_gloo_cannot_encrypt() -> None:
+    """As docs/explanation/security.md says. When this fails, torch can: change the page."""
+    ask(_encrypted)
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux tells of a process's connections there")
 def test_connections_to_a_port_fail_when_its_machine_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as elsewhere:

@@ -40,6 +40,7 @@ def test_shapes_and_sizes(
     assert model(torch.rand(2, *inputs)).shape == (2, *outputs)
     torch.manual_seed(1)
     assert all(map(torch.equal, model.parameters(), MODELS[name](**options).parameters())), "torch draws them"
+    assert not all(map(torch.equal, model.parameters(), MODELS[name](**options).parameters())), "not from one seed"
     if parameters is not None:
         assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 

@@ -129,6 +129,16 @@ def test_how_many_heads_are_computed_at_a_time_changes_no_bit(monkeypatch: pytes
         assert all(map(torch.equal, attended(*inputs), whole))
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64])
+def test_short_numbers_are_raised_and_rounded_once_and_float64_is_torchs(kind: torch.dtype) -> None:
+    inputs = [drawn(2, 4, 19, 16, key=each).to(kind) for each in range(3)]
+    usual = attended(*inputs)
+    with portable_kernels():
+        ours = attended(*inputs)
+        raised = functional.scaled_dot_product_attention(*(each.float() for each in inputs)).to(kind)
+    assert all(map(torch.equal, ours, usual)) if kind == torch.float64 else ours[0].equal(raised)
+
+
 @pytest.mark.usefixtures("portable")
 def test_what_torch_refuses_is_refused() -> None:
     with pytest.raises(RuntimeError):

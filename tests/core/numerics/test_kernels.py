@@ -224,3 +224,11 @@ def test_adam_takes_exact_roots(way: dict[str, bool]) -> None:
     # With both betas zero, Adam's first step adds -g / sqrt(g * g) to each weight, where g is its gradient.
     truth = -gradient / roots(gradient * gradient)
     assert np.array_equal(weights.detach().numpy(), truth)
+
+
+def test_the_derivative_comes_from_the_exact_root_and_other_powers_stay() -> None:
+    values = torch.from_numpy(np.random.default_rng(1).random(COUNT, dtype=np.float32)).requires_grad_()
+    torch.sqrt(values).sum().backward()
+    assert same_bits(values.grad, np.float32(1) / (np.float32(2) * roots(values.detach().numpy())))
+    powers = [(torch.tensor([4.0]) ** exponent).item() for exponent in (2, -0.5, 3, 0, 1.5)]
+    assert powers == [16, 0.5, 64, 1, 8]

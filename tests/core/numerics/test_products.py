@@ -187,9 +187,10 @@ def test_what_is_added_comes_last() -> None:
     assert torch.equal(torch.addmm(total, left, right, beta=2, out=torch.empty(3)), expected)
     assert total.addmm_(left, right, beta=2) is total
     assert torch.equal(total, expected)
-    each, totals = product.expand(3, -1, -1), drawn(3, 64, 128, key=4)
-    batches = left.expand(3, -1, -1), right.expand(3, -1, -1)
+    scales, totals = torch.tensor([1.0, 2.0, -4.0])[:, None, None], drawn(3, 64, 128, key=4)
+    each, batches = product * scales, (left.expand(3, -1, -1), right * scales)
     assert torch.equal(torch.bmm(*batches, out=torch.empty(3, 64, 128)), each)
+    assert torch.equal(torch.baddbmm(totals, *batches), each + totals)
     assert torch.equal(totals.clone().baddbmm_(*batches, alpha=0.5), each * 0.5 + totals)
 
 
@@ -206,9 +207,16 @@ def test_short_numbers_are_raised_and_rounded_once(kind: torch.dtype, rows: int)
     assert torch.equal(torch.addmm(added, left, right, out=left.new_empty(0)), with_added)
 
 
+@pytest.mark.parametrize("kind", [torch.float64, torch.int64, torch.complex128])
+def test_other_numbers_are_not_cut_to_float32(kind: torch.dtype) -> None:
+    numbers = torch.arange(2**24, 2**24 + 36).view(6, 6).to(kind)
+    assert np.array_equal((numbers @ numbers).numpy(), numbers.numpy() @ numbers.numpy())
+
+
 def test_what_torch_refuses_is_refused() -> None:
     left, right = drawn(64, 160), drawn(160, 128)
     for wrong in (
+        lambda: left @ left,
         lambda: torch.mm(left, right.double()),
         lambda: torch.mm(left, right, out=torch.empty(64, 128, dtype=torch.float64)),
         lambda: torch.addmm(drawn(5), left, right),

@@ -79,6 +79,7 @@ def test_a_layer_counts_once_however_often_it_is_called_and_not_where_it_is_not(
         statistics.finish(whole)
         assert layers[0].running_mean is not before
     assert [int(layer.num_batches_tracked) for layer in layers] == [0, 2]
+    assert layers[0].running_var.tolist() == [1.0] * 3
     for calls in ([1, 1], [0, 1], [1, 0]):
         statistics.begin()
         assert taken(statistics, layers, calls).tolist() == calls

@@ -128,7 +128,7 @@ def test_exchanges_fit_the_backend_and_the_device(monkeypatch: pytest.MonkeyPatc
         among = exchange_among(group, device, [2, 1], tag=6)
         assert goes_through_host(group, device) == copied
         assert isinstance(among, PointToPoint)
-        assert (among.rank, among.world_size) == (1, 2)
+        assert (among.rank, among.world_size, among._tag) == (1, 2, 6)
         whole = exchange_on(group, device)
         assert isinstance(whole, PointToPoint)
         assert whole.one_round_bytes == 256 * 1024

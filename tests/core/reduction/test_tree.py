@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ddp_core.base.digests import same_bits
 from ddp_core.reduction import GradientTree, Span, canonical_subtrees, fold, fold_replicas, share
 from ddp_core.reduction.one_level import Plan, plan_for
 from tests.support.wording import refusing
@@ -31,13 +33,14 @@ def random_leaves(micro_batches: int, elements: int, seed: int) -> list[Tensor]:
     return list(torch.randn(micro_batches, elements, generator=generator) * scales)
 
 
-def trees_of(leaves: list[Tensor], world_size: int) -> list[GradientTree]:
+def trees_of(leaves: Sequence[Tensor | None], world_size: int) -> list[GradientTree]:
     trees = []
     for rank in range(world_size):
         own = share(len(leaves), rank, world_size)
         tree = GradientTree(len(leaves), own.start, own.stop)
         for index in own:
-            tree.push([leaves[index].clone()])
+            leaf = leaves[index]
+            tree.push([None if leaf is None else leaf.clone()])
             assert len(tree.subtrees) <= 2 * math.log2(len(own)) + 1
         trees.append(tree)
     return trees
@@ -118,6 +121,15 @@ class Late:
 
     def wait(self) -> None:
         self.arrival[0].copy_(self.numbers)
+
+
+def test_a_missing_gradient_adds_nothing_wherever_it_is() -> None:
+    for values in itertools.product([None, -0.0, 1e-8], repeat=4):
+        leaves = [None if value is None else torch.tensor([value]) for value in values]
+        written_out = by_definition([torch.tensor([-0.0]) if leaf is None else leaf for leaf in leaves])
+        for world_size in range(1, 5):
+            (total,) = fold_replicas(trees_of(leaves, world_size))
+            assert same_bits(total, written_out) if any(leaf is not None for leaf in leaves) else total is None
 
 
 def test_the_tree_refuses_what_does_not_fit() -> None:

@@ -38,7 +38,7 @@ class Sometimes(nn.Module):
 class Net(nn.Module):
     """Blocks with rows that two or three ranks cannot share equally; not every micro-batch uses every parameter.
 
-    Outside of them a tied weight, one of a single row, a norm, and a state that is no tensor.
+    Outside of them a tied weight, a frozen one, one of a single row, a norm, and a state that is no tensor.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -54,10 +54,11 @@ class Net(nn.Module):
         self.first, self.again = (nn.Linear(6, 6, bias=False, dtype=dtype) for _ in range(2))
         self.again.weight = self.first.weight
         self.row, self.norm = nn.Parameter(torch.ones(1, 6, dtype=dtype)), nn.BatchNorm1d(6, dtype=dtype)
+        self.frozen = nn.Parameter(torch.ones(3, 6, dtype=dtype), requires_grad=False)
         self.told = "at first"
 
     def forward(self, rows: Tensor, index: int) -> Tensor:
-        hidden = self.again(self.norm(self.first(rows) * self.row))
+        hidden = self.again(self.norm(self.first(rows) * self.row) + self.frozen)
         for layer in self.layers[:3]:
             hidden = torch.tanh(layer(hidden))
         hidden, more = self.layers[4](hidden, is_used=index == 3)

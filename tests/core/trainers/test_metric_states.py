@@ -74,6 +74,7 @@ def merged(metric: Any, given: list[Batch], ranks: int = 1, compared: bool = Fal
     [
         ("classification.BinaryAUROC", {}, "shares"),
         ("classification.BinaryAveragePrecision", {"thresholds": 20}, "shares"),
+        ("classification.BinaryROC", {"thresholds": 5}, "shares"),
         ("classification.MulticlassF1Score", {"num_classes": 3, "average": "macro"}, "classes"),
         ("regression.R2Score", {}, "numbers"),
         ("regression.SpearmanCorrCoef", {}, "numbers"),
