@@ -76,13 +76,15 @@ def with_one_process(one: Run, run: Run, draws: bool) -> Finding:
         raise UserError("not proved: one process begins with other weights")
     if not alone.samples or not has_samples_of(one, run):
         raise UserError("not proved: one process could not be given the samples of all ranks")
-    if any(forward["moved"] for forward in alone.forwards) or _draws_after_forward(alone):
-        raise UserError("not proved: random numbers are drawn in forward, or between it and the step")
+    if any(forward["moved"] for forward in alone.forwards):
+        raise UserError("not proved: random numbers are drawn in forward")
     if not (rounding := dict(_rounding(alone, at))):
         raise UserError("not proved: what its backward passes give is not known")
     others = {name: multiple(alone.reduced(name), at[0].reduced(name)) for name, off in rounding.items() if off > CLEAR}
     others = {name: factor for name, factor in others.items() if factor is None or abs(factor - 1) > CLEAR}
     which, where = f"one process with the same weights and the samples of all {run.world} ranks", at[0].event["site"]
+    if others and _draws_after_forward(alone):
+        raise UserError("not proved: the gradient is another, and random numbers are drawn between forward and step")
     if others:
         name, factor = next(iter(others.items()))
         how = f"{factor:.3g} times" if factor else "no multiple of"
@@ -115,7 +117,7 @@ def has_samples_of(one: Run, run: Run) -> bool:
 
 
 def _draws_after_forward(step: Step) -> bool:
-    """Whether the loss or the optimizer draws random numbers, where the last forward pass draws none."""
+    """Whether random numbers are drawn between the last forward pass and the step: by the loss, or for a next batch."""
     return bool(step.forwards) and step.forwards[-1]["generators"] != step.event["generators"]
 
 

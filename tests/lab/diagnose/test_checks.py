@@ -146,6 +146,8 @@ def with_one_process(seen: dict[str, list[float]], **changes: Any) -> Finding:
         ({"w": [1.0, 2.0], "k": [-1e-8]}, {}, "remains-rounding", "(2 parameters)"),
         ({"w": [2.0, 1.0], "b": [3.0]}, {"scale": 65536.0}, "other-gradient", "of w is no multiple of that"),
         ({"w": [1.0, 2.001], "b": [3.0]}, {"scale": 65536.0}, "remains-rounding", "up to rounding, 0.0004 of"),
+        # A next batch may be drawn between forward and step.
+        ({"w": [1.0, 2.0]}, {"generators": {"torch": "moved on"}}, "remains-samples", ""),
         ({"w": [1.0, 2.0]}, {"unseen": [{"site": "train.py:4"}]}, "remains-samples", ""),
         ({"w": [0.5, 1.0]}, {"unseen": [{"site": "train.py:4"}]}, "exchange-without-gradient", ""),
     ],
@@ -165,13 +167,17 @@ def test_the_step_is_that_of_one_process_with_the_samples_of_all_ranks(
         ({"weights_before": {"w": "other"}}, "begins with other weights"),
         ({"samples": ["a", "c"]}, "could not be given the samples"),
         ({"moved": ["torch"]}, "random numbers"),
-        ({"generators": {"torch": "moved on by the loss"}}, "random numbers"),
         ({"gradients": {}}, "not known"),
     ],
 )
 def test_where_nothing_is_proved_that_is_said(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=f"not proved: .*{said}"):
         with_one_process({"w": [1.0, 2.0]}, **changes)
+
+
+def test_a_loss_that_draws_proves_no_other_gradient() -> None:
+    with pytest.raises(UserError, match="random numbers are drawn between forward and step"):
+        with_one_process({"w": [2.0, 1.0]}, generators={"torch": "moved on"})
 
 
 def test_a_schedule_that_counts_samples_is_by_design() -> None:
