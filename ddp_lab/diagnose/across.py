@@ -19,7 +19,7 @@ _LARGE = 0.1
 _LEAST_STEPS = 8
 """A number of steps that is chosen freely is too often a multiple of the steps of a shorter epoch."""
 _NOTHING = 1e-3
-"""What a gradient is off by is measured by this part of the largest parameter's at least."""
+"""A difference is measured against this part of the largest gradient at least: smaller ones may be rounding alone."""
 
 
 def not_repeatable(one: Run, again: Run) -> Iterator[Finding]:
@@ -80,24 +80,22 @@ def with_one_process(one: Run, run: Run, draws: bool) -> Finding:
         raise UserError("not proved: random numbers are drawn in forward")
     if not (rounding := dict(_rounding(alone, at))):
         raise UserError("not proved: what its backward passes give is not known")
-    others = {name: multiple(alone.reduced(name), at[0].reduced(name)) for name, off in rounding.items() if off > CLEAR}
-    others = {name: factor for name, factor in others.items() if factor is None or abs(factor - 1) > CLEAR}
-    which, where = f"one process with the same weights and the samples of all {run.world} ranks", at[0].event["site"]
+    factors = {
+        name: multiple(alone.reduced(name), at[0].reduced(name)) for name, off in rounding.items() if off > CLEAR
+    }
+    others = {name: factor for name, factor in factors.items() if factor is None or abs(factor - 1) > CLEAR}
     if others and _draws_after_forward(alone):
         raise UserError("not proved: the gradient is another, and random numbers are drawn between forward and step")
+    which, where = f"one process with the same weights and the samples of all {run.world} ranks", at[0].event["site"]
     if others:
+        unseen = next((each["site"] for step in at for each in step.unseen), None)
+        kind = "exchange-without-gradient" if unseen else _kind_of(others, len(rounding), run.world)
         name, factor = next(iter(others.items()))
         how = f"{factor:.3g} times" if factor else "no multiple of"
         evidence = (
             f"step 1: the gradient of {name} is {how} that of {which} ({len(others)} of {len(rounding)} parameters)"
         )
-        factors = [each and max(each, 1 / each) / run.world for each in others.values()]
-        if unseen := [each["site"] for step in at for each in step.unseen]:
-            return Finding("exchange-without-gradient", evidence, run.world, unseen[0])
-        if any(each is None or abs(each - 1) > CLEAR for each in factors):
-            return Finding("other-gradient", evidence, run.world, where)
-        kind = "step-grows-with-ranks" if len(others) == len(rounding) else "reduced-unlike"
-        return Finding(kind, evidence, run.world, where)
+        return Finding(kind, evidence, run.world, unseen or where)
     if moved := _moved_otherwise(alone, at[0], rounding):
         evidence = f"step 1: {moved} moves otherwise than in {which}, whose gradient is the same up to rounding"
         return Finding("other-update", evidence, run.world, where)
@@ -109,6 +107,14 @@ def with_one_process(one: Run, run: Run, draws: bool) -> Finding:
         without += ", with batch norm's running statistics,"
     evidence = f"step 1: the gradient{without} is that of {which} {how} ({len(rounding)} parameters)"
     return Finding(f"remains-{kept}", evidence, run.world)
+
+
+def _kind_of(factors: Mapping[str, float | None], parameters: int, ranks: int) -> str:
+    """What it is that some of so many parameters have a gradient by these factors of that of one process."""
+    times = [each and max(each, 1 / each) for each in factors.values()]
+    if any(each is None or abs(each / ranks - 1) > CLEAR for each in times):
+        return "other-gradient"
+    return "step-grows-with-ranks" if len(factors) == parameters else "reduced-unlike"
 
 
 def has_samples_of(one: Run, run: Run) -> bool:
@@ -126,7 +132,7 @@ def _first_samples(run: Run) -> list[str]:
 
 
 def _rounding(alone: Step, at: Sequence[Step]) -> Iterator[tuple[str, float]]:
-    """By parameter, how far the ranks' gradient is from one process's, as a part of their own gradients.
+    """By parameter, how far the ranks' gradient and one process's are apart, as a part of the ranks' own gradients.
 
     Sums of numbers that cancel each other are rounded as the numbers are; own gradients are taken as the optimizer
     gets them, such as without a scaler's factor. A gradient that is nothing beside the largest, as that of the bias of
@@ -147,7 +153,9 @@ def _rounding(alone: Step, at: Sequence[Step]) -> Iterator[tuple[str, float]]:
 
 
 def _moved_otherwise(alone: Step, step: Step, names: Iterable[str]) -> str | None:
-    """The first parameter that the same gradient moves otherwise; None where none is, or rates are others by design.
+    """The first parameter that moves otherwise though its gradient is the same; None if there is none.
+
+    Where rates or other settings of the optimizer differ, other moves are by design, and None is returned, too.
 
     An optimizer may make a full move of a gradient that is rounding alone, so small or unlike elements do not count.
     """
@@ -164,7 +172,7 @@ def _moved_otherwise(alone: Step, step: Step, names: Iterable[str]) -> str | Non
 
 
 def multiple(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """By which factor the other one is a multiple of this one; None where it is none."""
+    """The factor that turns the first gradient into the other one; None where there is no such factor."""
     if not (square := sum(each * each for each in one)):
         return None
     factor = sum(each * beside for each, beside in zip(one, other, strict=True)) / square

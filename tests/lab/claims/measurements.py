@@ -96,7 +96,7 @@ def times(factor: float, *path: Any, noise: tuple[float, ...] = (1.0,)) -> Chang
 
 
 def among(name: str, values: dict[str, Any], **which: Any) -> Change:
-    """A change of all `measurements[name]` that have these values."""
+    """A change that gives `values` to those of `measurements[name]` in which all of `which` holds."""
 
     def change(measurements: Measurements) -> None:
         for each in measurements[name]:
