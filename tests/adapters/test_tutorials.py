@@ -109,7 +109,7 @@ def rows(table: dict[str, tuple[Any, ...]], *fast: str) -> list[Any]:
 ORDINARY = {"Trainer": (TRAINER,), "Fabric": (FABRIC,), "Accelerate": (LOOP,), "HF": (HUGGING_FACE,)}
 
 
-@pytest.mark.parametrize("script", rows(ORDINARY, *ORDINARY))
+@pytest.mark.parametrize("script", rows(ORDINARY, "Accelerate"))
 def test_the_ordinary_script_runs(script: str, tmp_path: Path) -> None:
     assert len(launch(TORCHVISION + script, 1, tmp_path)) == 1
 
@@ -125,7 +125,7 @@ EXACT = {
 
 @pytest.mark.parametrize(("script", "is_the_plain_loops"), rows(EXACT, "Trainer", "Accelerate", "HF"))
 def test_one_digest_on_any_number_of_ranks(script: str, is_the_plain_loops: bool, tmp_path: Path) -> None:
-    (digest,) = {only_digest(launch(script, ranks, tmp_path), ranks) for ranks in (1, 2, 3)}
+    (digest,) = {only_digest(launch(script, ranks, tmp_path), ranks) for ranks in (1, 3)}
     assert (digest == plain_digest()) is is_the_plain_loops
 
 
@@ -136,7 +136,7 @@ CONTINUED = {
 }
 
 
-@pytest.mark.parametrize("words", rows({name: (words,) for name, words in CONTINUED.items()}, "HF"))
+@pytest.mark.parametrize("words", rows({name: (words,) for name, words in CONTINUED.items()}))
 def test_a_checkpoint_continues_on_other_ranks(words: tuple[str, ...], tmp_path: Path) -> None:
     script, again, *checkpoint = words
     whole = only_digest(launch(script, 3, tmp_path), 3)

@@ -25,11 +25,12 @@ TWO_FAULTS = [
 """By row of the fault matrix."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "faults",
     [
         pytest.param(TWO_FAULTS[0], id="killed node, down and up"),
-        pytest.param(TWO_FAULTS[1], id="lost rendezvous, paused node", marks=pytest.mark.slow),
+        pytest.param(TWO_FAULTS[1], id="lost rendezvous, paused node"),
     ],
 )
 def test_a_drill_loses_nothing(image: str, tmp_path: Path, faults: dict[int, str]) -> None:

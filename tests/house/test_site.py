@@ -54,6 +54,7 @@ def test_nothing_is_loaded_from_a_network(site: Path) -> None:
 
 
 @built
+@pytest.mark.slow
 def test_a_link_that_leads_nowhere_fails_the_build(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
     link = "docs/reference/api.md#nowhere"
     page = site.parent / "pages" / "SECURITY.md"
