@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_core.base.digests import fast_digest, first_difference
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import MicroBatchSeed
 from ddp_core.reduction import ExactReduction
-from ddp_core.reduction.agreement import gathered
+from ddp_core.reduction.agreement import require_equal_weights
 
 from .repeat_check import Again, RepeatCheck, is_due
 
@@ -68,8 +66,6 @@ class MicroSteps:
         """Start this rank's next micro-batch, computed from `inputs`; nothing if it has begun already."""
         if not self._begun:
             if self.whole:
-                if is_due(self.step):
-                    self.require_same_weights()
                 self._exact.begin()
             if self._is_checked:
                 self._check.keep(inputs)
@@ -110,17 +106,10 @@ class MicroSteps:
         return due and self._exact.remaining[0] == self._checked
 
     def require_same_weights(self) -> None:
-        """Compare weights and buffers with those of the other ranks; a collective. Raises UserError on all of them."""
-        if self._ranks == 1:
-            return
-
-        gather = partial(gathered, group=dist.group.WORLD)
-        named = [*self._module.named_parameters(), *self._module.named_buffers()]
-        if len(set(gather(fast_digest(named)))) > 1 and (found := first_difference(gather, named)):
-            raise UserError(
-                f"after step {self.step} {found}. It was changed on some ranks alone: by a callback, a hook or an "
-                "optimizer that does not do the same on every rank, or by a machine that computes wrongly"
-            )
+        """Compare weights and buffers with those of the other ranks; a collective, which raises OtherWeights on all."""
+        if self._ranks > 1:
+            assert dist.group.WORLD is not None
+            require_equal_weights(dist.group.WORLD, self._module, f"after step {self.step}")
 
     def require_whole(self, what: str) -> None:
         """Raises UserError in the middle of a step; `what` begins the message."""

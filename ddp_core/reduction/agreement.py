@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_core.base.digests import weights_digest
+from ddp_core.base.digests import fast_digest, first_difference
 
 from .flat import Gradients
+from .refusal import OtherWeights
 
 Given = TypeVar("Given")
 
@@ -65,10 +66,13 @@ def require_agreement(
         memory = "" if parameter.is_contiguous() else f", strides {parameter.stride()}"
         facts[f"parameter {position}"] = f"{name}, {parameter.dtype} {tuple(parameter.shape)}{memory}"
     everyones = gathered((socket.gethostname() if node is None else node, facts), group)
-    for fact, rank, first, other in _differences([facts for _, facts in everyones]):
-        raise ValueError(
-            f"the ranks do not agree, so their sums would not: {fact} is {first} on rank 0, but {other} on rank {rank}"
-        )
+    for rank, (_, found) in enumerate(everyones):
+        for fact, first in everyones[0][1].items():
+            if (other := found.get(fact)) != first:
+                raise ValueError(
+                    "the ranks do not agree, so their sums would not: "
+                    f"{fact} is {first} on rank 0, but {other} on rank {rank}"
+                )
     for name, parameter in zip(gradients.names, gradients.parameters, strict=True):
         if parameter.is_complex():
             raise ValueError(
@@ -81,18 +85,18 @@ def require_agreement(
     return list(nodes.values())
 
 
-def require_equal_weights(group: dist.ProcessGroup, module: nn.Module) -> None:
+def require_equal_weights(group: dist.ProcessGroup, module: nn.Module, when: str) -> None:
     """Compare the module's weights and buffers with those of the other ranks of `group`; a collective.
 
-    Raises ValueError on all ranks, naming the first tensor that differs. DistributedDataParallel sends rank 0's weights
-    to all ranks when it is made; a plain module depends on equal seeds, or on a checkpoint that all ranks have loaded.
+    Raises OtherWeights on all ranks, naming the first tensor that differs; `when` begins the message.
     """
+    gather = partial(gathered, group=group)
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    digests = {name: weights_digest({name: tensor}) for name, tensor in tensors}
-    for name, rank, _, _ in _differences(gathered(digests, group)):
-        raise ValueError(
-            f"{name} is another on rank {rank} than on rank 0: seed all ranks alike before the model is made, or load "
-            "the same weights on all of them"
+    if len(set(gather(fast_digest(tensors)))) > 1 and (found := first_difference(gather, tensors)):
+        raise OtherWeights(
+            f"{when} {found}: seed all ranks alike before the model is made or load the same weights on all of them, "
+            "and change them by what is the same on every rank: scale, optimizer, callbacks and hooks. Else a machine "
+            "computes wrongly"
         )
 
 
@@ -103,14 +107,6 @@ def gathered(own: Given, group: dist.ProcessGroup | None) -> list[Given]:
     everyones = [own] * group.size()
     dist.all_gather_object(everyones, own, group=group)
     return everyones
-
-
-def _differences(everyones: Sequence[Mapping[str, object]]) -> Iterator[tuple[str, int, object, object]]:
-    """Where a rank's facts differ from rank 0's: the fact, the rank, what rank 0 has, what that rank has."""
-    for rank, theirs in enumerate(everyones):
-        for fact, first in everyones[0].items():
-            if theirs.get(fact) != first:
-                yield fact, rank, first, theirs.get(fact)
 
 
 def warn_of_threads() -> None:

@@ -109,8 +109,9 @@ class ExactReduction:
     buffers, SyncBatchNorm, DDP's mixed precision or ignored parameters, complex parameters on several ranks, sparse
     gradients, in any step a buffer that forward changes, a parameter that forward changes otherwise in each
     micro-batch, parameters whose `requires_grad` is another than when the reduction was made, and ranks that do not
-    agree (on the numbers of threads and micro-batches, parameters, torch; in the first step, without DDP, on the
-    weights). Warns where torch chose the number of threads itself, since another number has other bits.
+    agree (on the numbers of threads and micro-batches, parameters, torch; before the first step and after steps 1, 2,
+    4, 8 … on the weights, which a `scale` of one rank alone changes). Warns where torch chose the number of threads
+    itself, since another number has other bits.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class ExactReduction:
         if rank == 0:
             warn_of_threads()
         self._statistics = BatchStatistics(module)
-        inner = module if ddp is None else ddp.module
+        inner = self._inner = module if ddp is None else ddp.module
         self._foreign, self._trained = ForeignBuffers(inner), TrainedParameters(inner)
         self._written = WrittenParameters(inner, before_reading=before_reading)
         self._steps = 0
@@ -149,7 +150,8 @@ class ExactReduction:
         self._run = 0
         self._shares: Shares
         self._own = own
-        # Weights are compared in the first step, when a checkpoint has been loaded.
+        self.compares_updates = True
+        """Whether ranks compare their weights not only before the first step, but also after steps 1, 2, 4, 8 …"""
         if own is not None:
             self._shares, self._gradients, self._channel = own, own.gradients, own.channel
             self._reduced, self._to_compare = own.reduced, own.weights_to_compare
@@ -158,12 +160,11 @@ class ExactReduction:
             return
         self._gradients = Gradients(module)
         self._reduced = self._gradients.parameters
-        together = group if world_size > 1 else None
-        nodes = (
-            None if together is None else require_agreement(together, micro_batches, str(shares), self._gradients, node)
-        )
+        self._to_compare = group if world_size > 1 else None
+        nodes: list[list[int]] | None = None
+        if self._to_compare is not None:
+            nodes = require_agreement(self._to_compare, micro_batches, str(shares), self._gradients, node)
         share(micro_batches, rank, world_size)
-        self._to_compare = together if ddp is None else None
         device = next((parameter.device for parameter in self._gradients.parameters), torch.device("cpu"))
         self._channel = Channel(group, device, timeout, nodes)
         kind = StridedShares if shares == "strided" and world_size > 1 else ContiguousShares
@@ -189,9 +190,8 @@ class ExactReduction:
         micro_batches = self.micro_batches if micro_batches is None else micro_batches
         if micro_batches < 1:
             raise ValueError(f"a step needs at least one micro-batch, got {micro_batches}")
-        if self._to_compare is not None:
-            require_equal_weights(self._to_compare, self.module)
-            self._to_compare = None
+        if self._to_compare is not None and self._steps.bit_count() <= self.compares_updates:
+            require_equal_weights(self._to_compare, self._inner, f"after step {self._steps} of this start")
         self._shares.begin(micro_batches)
         self.share = self._shares.share(micro_batches)
         self._has_begun, self._run = True, 0

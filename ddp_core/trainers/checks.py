@@ -110,8 +110,7 @@ class Guard(StepObserver):
             if collectives.are_alike(fast_digest(replicated(state))):
                 return
             stops = self._job.options.on_difference == "stop"
-            kept = f"this step is not saved, {self._saving.newest}"
-            so = kept if stops else "the ranks train other models now"
+            so = f"this step is not saved, {self._saving.newest}" if stops else "the ranks train other models now"
             if found := first_difference(collectives.gather, replicated(state)):
                 raise other_state(found, state.step, so)
 

@@ -35,13 +35,13 @@ class DistributedStrategy(SingleStrategy):
         """Make the module that is trained, and what adds up its gradients."""
         node, micro_batches = self.job.collectives.world.node_rank, self.batches.cut.micro_batches
         if self.job.options.cuda_graph:
-            self.module = self.model
-            group = dist.group.WORLD
+            self.module, group = self.model, dist.group.WORLD
         else:
             self.module, group = self.wrapped(), None
         self.reduction = ExactReduction(
             self.module, micro_batches, process_group=group, node=node, before_reading=self.losses.await_device
         )
+        self.reduction.compares_updates = False  # the run's guard does
         self._is_set_up = True
 
     def compute_gradients(self, batch: StepBatch) -> None:

@@ -34,6 +34,7 @@ class ShardedStrategy(DistributedStrategy):
         node = self.job.collectives.world.node_rank
         self.owned: OwnsPart = sharding.cut(self.model, state.optimizer, self.batches.cut.micro_batches, group, node)
         state.ownership, self.reduction = self.owned, self.owned.reduction
+        self.reduction.compares_updates = False  # the run's guard does
         state.optimizer.register_step_post_hook(lambda *_: self.clock.lap("exposed_communication"))
         if state.scaler is not None:
             # Loads all of FSDP, which takes a second and is not needed without fp16.

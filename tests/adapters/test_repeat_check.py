@@ -154,4 +154,7 @@ def test_what_depends_on_the_rank_is_found_on_all_ranks() -> None:
 
 def test_weights_that_one_rank_changes_are_found_after_the_first_update() -> None:
     ends: list[Any] = run_processes(end_of_rank, 3, Net, of_rank_1)
-    assert all("after step 1 last.bias is not the same on all ranks (differs: 1 of 3)" in words for words, _ in ends)
+    assert all(
+        "after step 1 of this start last.bias is not the same on all ranks (differs: 1 of 3)" in words
+        for words, _ in ends
+    )

@@ -379,7 +379,18 @@ def disagree(rank: int, world_size: int) -> list[str]:
     messages = []
     odd = rank == 2
     with process_group():
-        for what in ("nothing", "threads", "micro-batches", "shares", "shape", "memory", "type", "number", "weights"):
+        for what in (
+            "nothing",
+            "threads",
+            "micro-batches",
+            "shares",
+            "shape",
+            "memory",
+            "type",
+            "number",
+            "weights",
+            "scale",
+        ):
             torch.set_num_threads(2 if odd and what == "threads" else 1)
             torch.manual_seed(odd and what == "weights")
             net = nn.Sequential(nn.Conv2d(2, 4 if odd and what == "shape" else 3, 3))
@@ -393,6 +404,12 @@ def disagree(rank: int, world_size: int) -> list[str]:
             micro_batches = 2 if odd and what == "micro-batches" else 4
             try:
                 with ExactReduction(net, micro_batches, process_group=dist.group.WORLD, shares=shares) as exact:
+                    exact.begin()
+                    for index in exact.share:
+                        with exact.micro_batch(index):
+                            net(torch.ones(1, 2, 3, 3)).sum().backward()
+                    exact.finish(scale=1 + (odd and what == "scale"))
+                    torch.optim.SGD(net.parameters(), 0.1).step()
                     exact.begin()
             except ValueError as error:
                 messages.append(str(error))

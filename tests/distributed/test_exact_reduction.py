@@ -105,7 +105,8 @@ def test_ranks_that_do_not_agree_are_refused_everywhere() -> None:
         "parameter 0 is 0.weight, torch.float32 (3, 2, 3, 3) on rank 0, but 0.weight, torch.float32 (3, 2, 3, 3), stri",
         "parameter 0 is 0.weight, torch.float32 (3, 2, 3, 3) on rank 0, but 0.weight, torch.float64 (3, 2, 3, 3) ",
         "parameters is 2 on rank 0, but 1 on rank 2",
-        "0.weight is another on rank 2 than on rank 0",
+        "after step 0 of this start 0.weight is not the same on all ranks (differs: 2 of 3)",
+        "after step 1 of this start 0.weight is not the same on all ranks (differs: 2 of 3)",
     ]
     assert len(answers[0]) == len(expected)
     for message, part in zip(answers[0], expected, strict=True):

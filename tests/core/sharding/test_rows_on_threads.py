@@ -273,7 +273,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         rank, kinds = group.rank(), r"the parameters of this model cannot be sharded: .*dtype.*; or use shard mode grad"
         refused(kinds, lambda: owns(mixed, 5, group, fewest_elements=99), UserError)
         refused("micro_batches is 5 on rank 0, but 6 on rank 1", lambda: owns(nets[0], 5 + rank, group))
-        refused(" is another on rank 1 than on rank 0", lambda: owns(nets[rank], 5, group))
+        refused("is not the same on all ranks", lambda: owns(nets[rank], 5, group))
         said = "shares is strided, in rows on rank 0, but contiguous, in "
         refused(said, in_pieces if rank else lambda: owns(nets[0], 5, group))
         refused("2 ranks", lambda: owns(nets[0], 1, group))
