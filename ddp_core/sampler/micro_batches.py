@@ -107,8 +107,8 @@ class MicroBatches(Generic[Batch]):
     covered: key that by the sample's index. `collate_fn`, and `loader`, such as `num_workers`, are keywords of torch's
     DataLoader; what a data set's `__getitems__` returns as a tuple is a batch already, and needs no `collate_fn`.
 
-    Raises ValueError where data set and sampler are of different lengths, RuntimeError for a step out of turn and for a
-    second pass over one epoch.
+    Raises ValueError where data set and sampler are of different lengths, or lasting loader processes would not hear of
+    a data set's `set_epoch`; RuntimeError for a step out of turn and for a second pass over one epoch.
     """
 
     @overload
@@ -163,6 +163,11 @@ class MicroBatches(Generic[Batch]):
             raise ValueError(f"a micro-batch has at least one sample, not {micro_batch}")
         if (samples := len(cast(Sized, dataset))) != len(sampler.order):
             raise ValueError(f"the data set has {samples} samples, the sampler's order {len(sampler.order)}")
+        if loader.get("persistent_workers") and hasattr(dataset, "set_epoch"):
+            raise ValueError(
+                "with persistent_workers, loader processes keep a copy of the data set that never hears of its "
+                "set_epoch: leave persistent_workers out"
+            )
         self.sampler, self.reduction, self.micro_batch = sampler, reduction, micro_batch
         self.keyed_random = keyed_random
         # Without a generator of its own, a DataLoader draws from the global one whenever it is iterated.

@@ -13,7 +13,7 @@ from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.trainers.passes import WeightUpdate
 from ddp_core.trainers.steps import Steps
 from ddp_core.trainers.strategy import Strategy
-from ddp_core.trainers.torch_errors import note_samples
+from ddp_core.trainers.torch_errors import note_step
 
 
 class Loop:
@@ -87,7 +87,7 @@ class Loop:
         except DependsOnLayout as error:
             raise UserError(f"{self.strategy.where}: {error}") from None
         except Exception as error:
-            note_samples(error, batch)
+            note_step(error, batch)
             raise
 
     def _settle(self, batch: StepBatch) -> None:

@@ -21,7 +21,7 @@ from ddp_core.config.experiment import Experiment, Schedule, called
 from ddp_core.data.trees import Tree, call, map_tensors
 from ddp_core.model.builders import laid_out
 from ddp_core.model.losses import Loss
-from ddp_core.trainers.torch_errors import note_backward, note_labels
+from ddp_core.trainers.torch_errors import note_labels
 from ddp_core.trainers.train_state import TrainState
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -108,11 +108,7 @@ class Passes:
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         """Add the gradient of a micro-batch's loss, times its `loss_weight`, to every `.grad`."""
         with user_code("your model's backward"):
-            try:
-                backward_from(loss, weight)
-            except Exception as error:
-                note_backward(error)
-                raise
+            backward_from(loss, weight)
 
     def loss_weight(self, samples: int, copies: int = 1) -> Tensor:
         """The factor of a summed loss in backward, 1 / `samples`: gradients are then of the mean over the global batch.

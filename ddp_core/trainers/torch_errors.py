@@ -15,11 +15,16 @@ from ddp_core.observe.step import StepBatch
 
 _OUT_OF_RANGE = re.compile(r"Target (-?\d+) is out of bounds")
 _MOST_IDS = 16
-_TWICE = "ready only once"
-"""Words of DistributedDataParallel's error where a parameter is used in two backward passes."""
-
-_GIVEN_BACK = "out of bounds for storage of size 0"
-"""Words of torch's error where a tensor's memory was given back, as FSDP does it between uses of a layer."""
+_NOTES = {
+    "ready only once": "a layer that is checkpointed (torch.utils.checkpoint) is called more than once in a forward: "
+    "call checkpoint with use_reentrant=False",
+    "out of bounds for storage of size 0": "--shard parameters has given back weights that this backward still needs: "
+    "compute a gradient that is differentiated again (a penalty) in the model's forward, not in the loss, or use "
+    "--shard gradients",
+    "Expected more than 1 value per channel": "batch norm makes no statistic of one sample, and the last micro-batch "
+    "of an epoch has what is left: use --set last_batch=drop, or another micro_batch",
+}
+"""By words of torch's error."""
 
 
 def note_labels(error: Exception, outputs: Tree, targets: Tree) -> None:
@@ -32,8 +37,11 @@ def note_labels(error: Exception, outputs: Tree, targets: Tree) -> None:
         )
 
 
-def note_samples(error: Exception, batch: StepBatch) -> None:
-    """Where a label of this step's batch has no class, add the ids of the samples that have it, and the step."""
+def note_step(error: Exception, batch: StepBatch) -> None:
+    """Add what to do to the error of a step; and where a label has no class, the ids of its samples, and the step."""
+    for words, note in _NOTES.items():
+        if words in str(error):
+            error.add_note(note)
     found = _OUT_OF_RANGE.search(str(error))
     if found is None:
         return
@@ -46,20 +54,6 @@ def note_samples(error: Exception, batch: StepBatch) -> None:
     ]
     if ids:
         error.add_note(f"step {batch.step + 1}, sample ids {', '.join(map(str, ids[:_MOST_IDS]))}")
-
-
-def note_backward(error: Exception) -> None:
-    """Add what to do where a parameter was in two backward passes of DistributedDataParallel, or was given back."""
-    if _GIVEN_BACK in str(error):
-        error.add_note(
-            "--shard parameters has given back weights that this backward still needs: compute a gradient that "
-            "is differentiated again (a penalty) in the model's forward, not in the loss, or use --shard gradients"
-        )
-    if _TWICE in str(error):
-        error.add_note(
-            "a layer that is checkpointed (torch.utils.checkpoint) is called more than once in a forward: call "
-            "checkpoint with use_reentrant=False"
-        )
 
 
 def _has(tensor: Tensor, label: int) -> bool:

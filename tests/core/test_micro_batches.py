@@ -189,3 +189,7 @@ def test_what_does_not_fit_is_refused() -> None:
     assert len(MicroBatches(range(SAMPLES), sampler_of(), Dealt(0, 1, False), 1)) == 21
     with refusing(ValueError):
         MicroBatches(range(SAMPLES), sampler_of(), Dealt(0, 1, False), SIZE, shuffle=True)
+    by_epoch = type("ByEpoch", (list,), {"set_epoch": None})(range(SAMPLES))
+    workers = {"num_workers": 1, "persistent_workers": True}
+    with refusing(ValueError):
+        MicroBatches(by_epoch, sampler_of(), Dealt(0, 1, False), SIZE, **workers)
