@@ -6,6 +6,7 @@ The bits of a decoded JPEG file depend on Pillow and the libjpeg in it; `run.jso
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,10 @@ def image_folder(
         raise UserError(
             f"data image_folder: {source} has no folders; it needs one for each class, such as {source}/cats/1.jpg"
         )
-    train = _listed(source, classes, classes)
+    left = Counter[str]()
+    train = _listed(source, classes, classes, left)
     if held_out:
-        test = _listed(held_out[0], _folders(held_out[0]), classes)
+        test = _listed(held_out[0], _folders(held_out[0]), classes, left)
     else:
         chosen = stratified(np.array([label for _, label in train]), test_share)
         train, test = ([file for file, out in zip(train, chosen, strict=True) if out == half] for half in (False, True))
@@ -75,6 +77,7 @@ def image_folder(
         classes=len(classes),
         augmentation=crop_and_flip(image_size) if augment else None,
         files=Paths(names),
+        note=f"left out {', '.join(f'{number} {ending}' for ending, number in sorted(left.items()))}" if left else "",
     )
 
 
@@ -161,21 +164,23 @@ def _folders(place: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(place) if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _listed(place: Path, present: Sequence[str], classes: Sequence[str]) -> list[tuple[str, int]]:
+def _listed(place: Path, present: Sequence[str], classes: Sequence[str], left: Counter[str]) -> list[tuple[str, int]]:
     """The image files of the classes present in `place`, with labels, sorted by class and name.
 
-    Raises UserError for a class without images, or one that `classes` does not have.
+    `left` counts the other files, by their endings. Raises UserError for a class without images, or one that `classes`
+    does not have.
     """
     files = []
     for name in present:
         if name not in classes:
             raise UserError(f"data image_folder: {place / name} is a class that the training images do not have")
-        found = [
-            os.path.join(folder, file)  # noqa: PTH118
-            for folder, names in _each_folder_once(place / name)
-            for file in names
-            if file.lower().endswith(ENDINGS) and not file.startswith(".")
-        ]
+        found = []
+        for file in _each_file_once(place / name):
+            ending = Path(file).suffix.lower()
+            if ending in ENDINGS:
+                found.append(file)
+            else:
+                left[ending or "without an ending"] += 1
         if not found:
             raise UserError(f"data image_folder: {place / name} has no images ({', '.join(ENDINGS)})")
         label = classes.index(name)
@@ -183,8 +188,8 @@ def _listed(place: Path, present: Sequence[str], classes: Sequence[str]) -> list
     return files
 
 
-def _each_folder_once(place: Path) -> Iterator[tuple[str, list[str]]]:
-    """The folders below `place` with the names of their files, each once though links may lead to it again."""
+def _each_file_once(place: Path) -> Iterator[str]:
+    """The files below `place` that are not hidden; those of a folder once, though links may lead to it again."""
     seen = set()
     for folder, folders, names in os.walk(place, followlinks=True):
         here = Path(folder).stat()
@@ -193,4 +198,4 @@ def _each_folder_once(place: Path) -> Iterator[tuple[str, list[str]]]:
             continue
         seen.add(identity)
         folders.sort()
-        yield folder, names
+        yield from (os.path.join(folder, name) for name in names if not name.startswith("."))  # noqa: PTH118

@@ -52,7 +52,7 @@ class Splits:
     content, the same on every rank; it is written to the run's record. Where it is empty, `files`, the files that hold
     the data, are digested by content; where no files are given either, a sample of the items is digested. `collate`
     puts the samples of a micro-batch together, where torch's default cannot; a `collate` in the experiment file
-    replaces it.
+    replaces it. `note` is said before training, once.
     """
 
     train: Dataset
@@ -62,6 +62,7 @@ class Splits:
     digest: str = ""
     files: Sequence[Path] = ()
     collate: Collate | None = None
+    note: str = ""
     most: int | None = None
     """At most so many samples are trained in an epoch; None for all, as in every run but one in miniature."""
 

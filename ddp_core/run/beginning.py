@@ -154,6 +154,8 @@ def _build_the_same(
     data = agreed_digest(digest, digests, collectives)
     for module in source.unreadable:
         console.warn(f"the source of module {module} is gone; without it `ddp verify` cannot repeat this run")
+    if splits.note:
+        console.say(f"data: {splits.note}")
     if data.sha256 is None:
         text = f"the data set gives other items at each read, so no result can be repeated to the bit; {ADVICE}"
         console.say(not_promised(text, request.options))

@@ -53,14 +53,17 @@ def as_in_the_docs(path: Path, size: int) -> torch.Tensor:
 def test_every_file_is_a_sample_with_its_folder_for_a_label(tmp_path: Path) -> None:
     write_images(tmp_path / "mine")
     (tmp_path / "mine" / "ants" / "notes.txt").write_text("no image")
+    (tmp_path / "mine" / "bees" / "1.WEBP").write_text("of a kind that is not read")
     (tmp_path / "mine" / ".hidden").mkdir()
     splits = image_folder(tmp_path, "mine", image_size=16, test_share=0.2, augment=False)
     assert (splits.classes, splits.augmentation) == (3, None)
     assert splits.test is not None
-    assert (len(splits.train), len(splits.test)) == (24, 6)
+    assert (len(splits.train), len(splits.test), splits.note) == (24, 6, "left out 1 .txt, 1 .webp")
     assert [splits.test[index][1] for index in range(6)] == [0, 0, 1, 1, 2, 2]
     files = list(splits.files)
-    assert {path for path in (tmp_path / "mine").rglob("*.*") if path.suffix != ".txt" and path.is_file()} == set(files)
+    assert {
+        path for path in (tmp_path / "mine").rglob("*.*") if path.suffix not in (".txt", ".WEBP") and path.is_file()
+    } == set(files)
     assert files[:24] == sorted(files[:24])
     for index, path in enumerate(files):
         image, label = splits.train[index] if index < 24 else splits.test[index - 24]
