@@ -67,6 +67,7 @@ _TODO = {
         (errno.ENOLCK, errno.ENOSYS),
         "its file system has no locks: mount it with them, or give an output directory on another",
     ),
+    errno.EROFS: f"{_NOT_YOURS}; where it could be written before, its disk has failed: see dmesg",
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "was it removed or renamed meanwhile?"),
 }
 
