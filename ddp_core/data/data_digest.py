@@ -83,6 +83,8 @@ def digest_items(splits: Splits) -> DataDigest:
             if found[:_READ_TWICE] != [_item_digest(dataset, index) for index in ids[:_READ_TWICE]]:
                 return DataDigest(None, _UNSTEADY)
             parts |= {f"sample {index} ({split})": digest for index, digest in zip(ids, found, strict=True)}
+    if splits.weights is not None:
+        parts["weights"] = tree_digest([splits.weights, splits.test_weights])
     return _of_parts(" and ".join(sizes), parts, sampled)
 
 

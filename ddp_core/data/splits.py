@@ -44,6 +44,9 @@ class Dataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+Weights = Sequence[int] | NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class Splits:
     """Training samples, held-out samples (None where there are none), and what belongs to them.
@@ -52,7 +55,9 @@ class Splits:
     content, the same on every rank; it is written to the run's record. Where it is empty, `files`, the files that hold
     the data, are digested by content; where no files are given either, a sample of the items is digested. `collate`
     puts the samples of a micro-batch together, where torch's default cannot; a `collate` in the experiment file
-    replaces it. `note` is said before training, once.
+    replaces it. `note` is said before training, once. `weights` are whole numbers, by training sample: then the summed
+    loss of a global batch is divided by what its samples weigh together, such as all their tokens, in the place of
+    their number; in an evaluation likewise by `test_weights`.
     """
 
     train: Dataset
@@ -63,6 +68,8 @@ class Splits:
     files: Sequence[Path] = ()
     collate: Collate | None = None
     note: str = ""
+    weights: Weights | None = None
+    test_weights: Weights | None = None
     most: int | None = None
     """At most so many samples are trained in an epoch; None for all, as in every run but one in miniature."""
 
@@ -71,6 +78,18 @@ class Splits:
         """How many samples an epoch has. Raises whatever the data set's `__len__` does."""
         samples = len(self.train)
         return samples if self.most is None else min(samples, self.most)
+
+
+def weights_of(given: Weights | None, samples: int, whose: str) -> NDArray[np.int64] | None:
+    """The weights of so many samples. Raises UserError, with the name `whose`, for what cannot be weights of these."""
+    if given is None:
+        return None
+    found = np.asarray(given)
+    if found.shape != (samples,) or found.dtype.kind not in "iu" or (found < 0).any() or not found.any():
+        raise UserError(
+            f"{whose}: whole numbers from 0 on are needed, one for each of {samples} samples, not all of them 0"
+        )
+    return found.astype(np.int64)
 
 
 def as_splits(built: Any, whose: str) -> Splits:

@@ -20,7 +20,7 @@ from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Asked, Options
-from ddp_core.data.splits import Dataset, Splits, as_splits
+from ddp_core.data.splits import Dataset, Splits, as_splits, weights_of
 from ddp_core.distributed.world import missing_nodes
 from ddp_core.experiment.building import (
     build,
@@ -271,7 +271,10 @@ def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:
             f"data {experiment.data.name} has {samples} training samples, fewer than one global batch of {size}: "
             f"use --set global_batch_size={samples} or less, or --set last_batch=keep"
         )
-    return splits
+    weights = weights_of(splits.weights, samples, f"data {experiment.data.name}: weights")
+    held_out = 0 if splits.test is None else len(splits.test)
+    test_weights = weights_of(splits.test_weights, held_out, f"data {experiment.data.name}: test_weights")
+    return replace(splits, weights=weights, test_weights=test_weights)
 
 
 def _count(dataset: Dataset, whose: str) -> int:

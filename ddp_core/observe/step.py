@@ -34,8 +34,15 @@ class StepBatch:
     """Inputs and targets of each micro-batch, trees of tensors on the device that trains."""
     wait_seconds: float = 0.0
     """How long the loop waited for this batch."""
+    weight: int | None = None
+    """What the samples weigh together, where that is not their number."""
     stops: bool = False
     """Whether the run is to end after this step, on request, to be resumed later; known once losses are read."""
+
+    @property
+    def divisor(self) -> int:
+        """What the loss of the global batch is divided by, to be a mean."""
+        return self.samples if self.weight is None else self.weight
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class StepReport:
     step: int
     """Counted from 0, as in StepBatch."""
     samples: int
+    divisor: int
     losses: list[float]
     """The loss of each micro-batch, summed over its samples."""
 

@@ -132,7 +132,7 @@ def _batches(job: Job) -> Batches:
     )
     # A process has the share of its rank; the only process of `dp` has all shares, one for each replica.
     shares = range(world.rank, cut.shares, world.world_size)
-    return Batches(job.experiment, cut, splits.trained, loader, shares)
+    return Batches(job.experiment, cut, splits.trained, loader, shares, splits.weights)
 
 
 def _steps(job: Job, state: TrainState, batches: Batches) -> Steps:

@@ -7,10 +7,14 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 
+import numpy as np
+
+from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import micro_batch_words
 from ddp_core.config.cut import BatchCut, MicroBatch
 from ddp_core.config.experiment import Experiment
 from ddp_core.data.loader import Loader
+from ddp_core.data.splits import Weights
 from ddp_core.data.trees import Batch, Key, StepIds
 from ddp_core.observe.step import StepBatch
 from ddp_core.sampler import GlobalOrder, Ids
@@ -20,11 +24,17 @@ class Batches:
     """The batches of a run, from any step on, cut to the shares of the global batch that this process computes.
 
     `shares` holds the numbers of these shares: one for a rank of `ddp`, one for each replica in the one process of
-    `dp`. `samples` is the number of training samples.
+    `dp`. `samples` is the number of training samples, `weights` what each of them weighs in the loss (None: 1).
     """
 
     def __init__(
-        self, experiment: Experiment, cut: BatchCut, samples: int, loader: Loader, shares: Sequence[int]
+        self,
+        experiment: Experiment,
+        cut: BatchCut,
+        samples: int,
+        loader: Loader,
+        shares: Sequence[int],
+        weights: Weights | None = None,
     ) -> None:
         self.cut = cut
         self.samples = samples
@@ -32,6 +42,7 @@ class Batches:
         self._seed = experiment.seed
         self.loader = loader
         self.shares = shares
+        self._weights = None if weights is None else np.asarray(weights)
         self.steps_per_epoch = experiment.steps_per_epoch(samples)
         self._mine: dict[int, list[MicroBatch]] = {}
 
@@ -40,11 +51,25 @@ class Batches:
         start = step % self.steps_per_epoch * self.cut.global_batch_size
         return min(self.cut.global_batch_size, self.samples - start)
 
+    def weight_of(self, step: int) -> int | None:
+        """What the samples of a step's global batch weigh together; None where that is their number.
+
+        Raises UserError where they weigh nothing.
+        """
+        if self._weights is None:
+            return None
+        if not (weight := int(self._weights[self._ids(step, 0, self.samples_of(step))].sum())):
+            raise UserError(f"step {step + 1}: the samples of this global batch weigh nothing: see weights of Splits")
+        return weight
+
     def ids(self, step: int, micro_batch: MicroBatch) -> Ids:
         """The sample ids of one micro-batch: a pure function of seed, step and the micro-batch."""
+        return self._ids(step, micro_batch.start, micro_batch.stop)
+
+    def _ids(self, step: int, start: int, stop: int) -> Ids:
         epoch, position = divmod(step, self.steps_per_epoch)
-        start = position * self.cut.global_batch_size
-        return self.order.ids(epoch, start + micro_batch.start, start + micro_batch.stop)
+        first = position * self.cut.global_batch_size
+        return self.order.ids(epoch, first + start, first + stop)
 
     def key(self, step: int, micro_batch: MicroBatch) -> Key:
         """What the random numbers follow from that are drawn while the micro-batch is made."""
@@ -89,5 +114,5 @@ class Batches:
                 before = time.perf_counter()
                 tensors = next(stream)
                 seconds = time.perf_counter() - before
-                epoch, samples = step // self.steps_per_epoch, self.samples_of(step)
-                yield StepBatch(step, epoch, samples, self.mine(step), waiting.popleft(), tensors, seconds)
+                own = self.mine(step), waiting.popleft(), tensors, seconds
+                yield StepBatch(step, step // self.steps_per_epoch, self.samples_of(step), *own, self.weight_of(step))

@@ -106,7 +106,7 @@ class CallbackCalls(StepObserver):
         self._loss = None
 
     def losses_read(self, reports: Sequence[StepReport]) -> None:
-        self._loss = reports[-1].loss / reports[-1].samples
+        self._loss = reports[-1].loss / reports[-1].divisor
 
     def after_step(self, batch: StepBatch) -> None:
         self._call("on_step", batch.epoch, self._loss)

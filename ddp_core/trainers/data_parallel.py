@@ -82,7 +82,7 @@ class DataParallelStrategy(Strategy):
             first.begin(by_values)
             for replica in others:
                 replica.begin(by_values, first.foreign.digests)
-        loss_weight = self.passes.loss_weight(batch.samples)
+        loss_weight = self.passes.loss_weight(batch.divisor)
         weights = [loss_weight.to(replica.device) for replica in self.replicas]
         self.clock.lap("exposed_communication")
         applied = [
@@ -277,7 +277,7 @@ class CudaDataParallelStrategy(Strategy):
         """Call nn.DataParallel once per round; it scatters, replicates, applies, gathers and reduces."""
         for parameter in self.model.parameters():
             parameter.grad = None
-        weight = self.passes.loss_weight(batch.samples)
+        weight = self.passes.loss_weight(batch.divisor)
         for members in _rounds(batch, self.batches.cut.shares, self.batches.cut.count(batch.samples)):
             parts = [batch.micro_batches[member] for member in members]
             for seed, part in zip(self.device_seeds, parts, strict=False):

@@ -49,7 +49,7 @@ class DistributedStrategy(SingleStrategy):
         if not batch.micro_batches:
             self.write_along(batch)
         self.reduction.begin(self.batches.cut.count(batch.samples))
-        weight = self.passes.loss_weight(batch.samples, self.loss_copies)
+        weight = self.passes.loss_weight(batch.divisor, self.loss_copies)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
             with self.micro_batch(batch, part):
                 loss = self.passes.loss(self.module, inputs, targets)

@@ -23,7 +23,7 @@ from ddp_core.base.seeds import EvaluationSeed
 from ddp_core.base.user_code import user_code
 from ddp_core.config.experiment import Evaluation
 from ddp_core.data.loader import Loader
-from ddp_core.data.splits import Dataset
+from ddp_core.data.splits import Dataset, Weights
 from ddp_core.data.trees import Collate, Tree
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.model.losses import Loss
@@ -46,6 +46,7 @@ def evaluate(
     keep_pace: bool = False,
     seed: EvaluationSeed | None = None,
     written: WrittenParameters | None = None,
+    weights: Weights | None = None,
 ) -> dict[str, Any]:
     """The mean loss, `test_loss`, and with `count_hits` the share of right answers, `test_accuracy`; on every rank.
 
@@ -53,6 +54,7 @@ def evaluate(
     outputs' device, and the loss summed over the batch. With `keep_pace` all ranks call `forward` equally often, so
     that it may be a collective. With `seed`, what is drawn for a batch follows from the epoch and the batch's number.
     `written` looks after the model's parameters: what `forward` leaves in them does not depend on the number of ranks.
+    The loss is divided by what the samples weigh together, where `weights` says what each does.
     Raises DependsOnLayout where two batches leave other values in a parameter.
     """
     samples, size = len(dataset), settings.samples_per_batch
@@ -107,7 +109,8 @@ def evaluate(
             pass
     model.train(training)
     losses, hits = everyones[:batches].T.tolist()
-    result: dict[str, Any] = {"test_loss": math.fsum(losses) / samples}
+    divisor = samples if weights is None else sum(map(int, weights[:samples])) or 1
+    result: dict[str, Any] = {"test_loss": math.fsum(losses) / divisor}
     if count_hits is not None:
         result["test_accuracy"] = math.fsum(hits) / samples
     if own is None:

@@ -90,6 +90,7 @@ class Evaluator(StepObserver):
                 keep_pace=not ownership.has_whole_weights,
                 seed=EvaluationSeed(self._strategy.seeds, self._steps.last_epoch),
                 written=WrittenParameters(model, "evaluation batch") if job.is_exact else None,
+                weights=splits.test_weights,
             )
         except DependsOnLayout as error:
             place = job.collectives.world.place

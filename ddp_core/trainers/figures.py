@@ -30,8 +30,8 @@ class Figures(StepObserver):
             loss = report.loss
             if math.isfinite(loss):
                 self._state.position.epoch_loss += loss
-                self._state.position.epoch_samples += report.samples
-            self.loss = loss / report.samples
+                self._state.position.epoch_samples += report.divisor
+            self.loss = loss / report.divisor
 
     def after_step(self, batch: StepBatch) -> None:
         self._samples += batch.samples

@@ -13,7 +13,6 @@ from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.trainers.passes import WeightUpdate
 from ddp_core.trainers.steps import Steps
 from ddp_core.trainers.strategy import Strategy
-from ddp_core.trainers.torch_errors import note_step
 
 
 class Loop:
@@ -87,6 +86,8 @@ class Loop:
         except DependsOnLayout as error:
             raise UserError(f"{self.strategy.where}: {error}") from None
         except Exception as error:
+            from ddp_core.trainers.torch_errors import note_step
+
             note_step(error, batch)
             raise
 

@@ -21,7 +21,6 @@ from ddp_core.config.experiment import Experiment, Schedule, called
 from ddp_core.data.trees import Tree, call, map_tensors
 from ddp_core.model.builders import laid_out
 from ddp_core.model.losses import Loss
-from ddp_core.trainers.torch_errors import note_labels
 from ddp_core.trainers.train_state import TrainState
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -94,6 +93,8 @@ class Passes:
             try:
                 loss = self._loss(outputs, targets)
             except Exception as error:
+                from ddp_core.trainers.torch_errors import note_labels
+
                 note_labels(error, outputs, targets)
                 raise
         return outputs, targets, _summed_loss(loss, self._loss_name)
@@ -110,15 +111,16 @@ class Passes:
         with user_code("your model's backward"):
             backward_from(loss, weight)
 
-    def loss_weight(self, samples: int, copies: int = 1) -> Tensor:
-        """The factor of a summed loss in backward, 1 / `samples`: gradients are then of the mean over the global batch.
+    def loss_weight(self, divisor: int, copies: int = 1) -> Tensor:
+        """The factor of a summed loss in backward, 1 / `divisor`: gradients are then of the mean over the global batch.
 
         A scalar tensor on the model's device, in fp16 multiplied by the scaler's scale. Where the all-reduce divides
         by the number of ranks, `copies` is that number.
         """
-        if samples not in self._loss_weights:
-            self._loss_weights[samples] = torch.tensor(copies / samples, device=self._device)
-        weight = self._loss_weights[samples]
+        if divisor not in self._loss_weights:
+            # The number of samples is the same in most steps, what they weigh together another one in each.
+            self._loss_weights = {divisor: torch.tensor(copies / divisor, device=self._device)}
+        weight = self._loss_weights[divisor]
         return weight if self.scaler is None else self.scaler.scale(weight)
 
 

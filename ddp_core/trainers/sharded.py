@@ -60,7 +60,7 @@ class ShardedStrategy(DistributedStrategy):
             self.seeds(batch.step, first.index)
             with self.owned.idle_pass():
                 loss = self.passes.loss(self.module, inputs, targets)
-                self.passes.backward(loss, self.passes.loss_weight(batch.samples))
+                self.passes.backward(loss, self.passes.loss_weight(batch.divisor))
 
     def close(self) -> None:
         """Let go of the optimizer and the reduction, end its threads, drop what refers to the process group."""

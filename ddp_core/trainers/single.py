@@ -33,7 +33,7 @@ class SingleStrategy(Strategy):
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward and backward of each micro-batch; the reduction adds up the gradients."""
         self.reduction.begin(self.batches.cut.count(batch.samples))
-        weight = self.passes.loss_weight(batch.samples)
+        weight = self.passes.loss_weight(batch.divisor)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
             with self.micro_batch(batch, part):
                 loss = self.passes.loss(self.model, inputs, targets)

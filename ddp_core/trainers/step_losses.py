@@ -47,8 +47,8 @@ class StepLosses:
         self._sums: list[dist.Work] = []
         # On CUDA, the end of the last step's gradients.
         self._event: torch.cuda.Event | None = None
-        # Each step that has not been read: its number, samples, micro-batches and their losses.
-        self._unread: list[tuple[int, int, Sequence[int], Tensor]] = []
+        # Each step that has not been read: its number, samples, divisor, micro-batches and their losses.
+        self._unread: list[tuple[int, int, int, Sequence[int], Tensor]] = []
 
     def put(self, micro_batch: int, loss: Tensor) -> None:
         """Take the loss of one micro-batch, summed over its samples."""
@@ -64,13 +64,13 @@ class StepLosses:
         if self._collectives.world.world_size == 1:
             if leaves:  # which this process then does, so that nobody takes it back
                 self._requests[0] = 1
-            self._unread.append((batch.step, batch.samples, list(own), torch.stack(list(own.values()))))
+            self._unread.append((batch.step, batch.samples, batch.divisor, list(own), torch.stack(list(own.values()))))
             return
         vector = self._zeros()
         for micro_batch, loss in own.items():
             vector[micro_batch] = loss
         self._start_sums(vector, leaves=leaves)
-        self._unread.append((batch.step, batch.samples, range(self._micro_batches), vector[:-_REQUESTS]))
+        self._unread.append((batch.step, batch.samples, batch.divisor, range(self._micro_batches), vector[:-_REQUESTS]))
 
     def all_retrain(self) -> bool:
         """Whether every rank calls this now, because other parameters train there, and none goes on to `send`.
@@ -117,7 +117,7 @@ class StepLosses:
             raise not_on_all(f"step {batch.step + 1}, {place}: other ranks train other parameters now")
         self._pace()
         if self._gate is not None:
-            self._gate.see(self._unread[-1][3])
+            self._gate.see(self._unread[-1][-1])
         done = batch.step + 1
         # Losses are read before every save, so that no checkpoint is saved after a bad loss.
         is_due = leaves or done % self._read_every == 0 or self._may_save(done)
@@ -154,11 +154,11 @@ class StepLosses:
         unread = [losses for *_, losses in self._unread]
         values = iter((unread[0] if len(unread) == 1 else torch.cat(unread)).tolist())
         reports = []
-        for step, samples, micro_batches, _ in self._unread:
+        for step, samples, divisor, micro_batches, _ in self._unread:
             row = [0.0] * self._micro_batches
             for micro_batch in micro_batches:
                 row[micro_batch] = next(values)
-            reports.append(StepReport(step, samples, row))
+            reports.append(StepReport(step, samples, divisor, row))
         self._unread.clear()
         return reports
 

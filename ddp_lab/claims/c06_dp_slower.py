@@ -136,7 +136,7 @@ def _render(stepper: Stepper, count: int) -> None:
         ((inputs, targets),) = batch.tensors
         loss = strategy.passes.loss(module, inputs, targets)
         strategy.losses.put(batch.micro_batches[0].index, loss.detach())
-        strategy.passes.backward(loss, strategy.passes.loss_weight(batch.samples))
+        strategy.passes.backward(loss, strategy.passes.loss_weight(batch.divisor))
         strategy.send_losses(batch)
 
     strategy.compute_gradients = compute_gradients  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset, random_split
 
 from ddp_core.data.loader import Loader
-from ddp_core.data.splits import InMemory, Splits, as_splits
+from ddp_core.data.splits import InMemory, Splits, as_splits, weights_of
 from tests.support.wording import refusing
 
 TENSORS = TensorDataset(torch.arange(20.0).view(10, 2), torch.arange(10))
@@ -68,3 +68,12 @@ def test_a_pair_is_training_and_held_out_samples() -> None:
 def test_anything_else_is_refused_in_one_line(built: Any) -> None:
     with refusing():
         as_splits(built, "data mine")
+
+
+def test_weights_are_one_whole_number_for_each_sample() -> None:
+    found = weights_of([0, 3, 1], 3, "weights")
+    assert found is not None
+    assert (found.tolist(), weights_of(None, 3, "weights")) == ([0, 3, 1], None)
+    for given in ([1, 2], [1, 2, -1], [0.5, 1, 1], [0, 0, 0]):
+        with refusing():
+            weights_of(given, 3, "weights")  # type: ignore[arg-type]
