@@ -10,7 +10,6 @@ import pytest
 from ddp_core.record.lock import RunLock
 from ddp_lab.report import values
 from ddp_lab.report.charts.learning import learning_plots, styles
-from ddp_lab.report.page import write_report
 from ddp_lab.report.reading.claims import read_findings
 from ddp_lab.report.reading.families import find_families
 from ddp_lab.report.reading.runs import read_runs
@@ -35,33 +34,6 @@ def test_a_run_that_somebody_works_in_is_running(tmp_path: Path) -> None:
     assert read_runs(tmp_path).runs[0].status == "interrupted"
     with RunLock(path):
         assert read_runs(tmp_path).runs[0].status == "running"
-
-
-@pytest.mark.parametrize("line", ['{"kind": "resume"}', "\x00\xff", '{"kind": "step", "step": "x", "loss": []}', "[]"])
-def test_odd_metrics_do_not_stop_the_report(tmp_path: Path, line: str) -> None:
-    path = write_run(tmp_path, single())
-    with (path / "metrics.jsonl").open("a") as file:
-        file.write(line + "\n")
-    run = read_runs(tmp_path).runs[0]
-    assert run.problem is not None or len(run.curves["train_loss"].steps) == 4
-
-
-def test_odd_fields_of_a_record_do_not_stop_the_report(tmp_path: Path) -> None:
-    write_run(tmp_path, single(), steps=0, fingerprint={}, question=None)
-    for number, (name, odd) in enumerate(
-        {
-            "attempts": [{}],
-            "environment": {"packages": [1]},
-            "result": {"samples_per_second": "fast", "steps": 20},
-            "layout": {"kind": "tp"},
-        }.items(),
-        1,
-    ):
-        write_run(tmp_path, ddp(2), steps=0, **{name: odd})
-        write_report(tmp_path, tmp_path / "report")
-        found = read_runs(tmp_path)
-        assert (len(found.runs), len(found.broken)) == (1, number)
-        assert f"no readable run.json ({name}." in found.broken[-1].problem
 
 
 def test_runs_made_by_claims_are_left_to_the_claims(tmp_path: Path) -> None:
