@@ -64,13 +64,7 @@ def test_one_bit_of_the_largest_element_is_flipped(dtype: torch.dtype, shape: tu
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("layout", "shard"),
-    [
-        ("single", "none"),
-        ("ddp", "parameters"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "shard"), [("single", "none"), ("ddp", "parameters")])
 def test_flipped_gradients_show_in_the_final_weights(tmp_path: Path, undisturbed: str, layout: str, shard: str) -> None:
     words = ("--shard", shard)
     once = digest_of(tmp_path / "once", "flip@3", layout=layout, words=words)

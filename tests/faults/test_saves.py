@@ -88,8 +88,7 @@ def _limit_files(victim: int, rank: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shard", "victim"),
-    [("", 0), *((shard, victim) for shard in ("optimizer", "parameters") for victim in (0, 1))],
+    ("shard", "victim"), [("", 0), *((shard, victim) for shard in ("optimizer", "parameters") for victim in (0, 1))]
 )
 def test_a_full_disk_of_one_rank_ends_the_run_and_loses_one_save(tmp_path: Path, shard: str, victim: int) -> None:
     wide = ["--set", f"model.width={600 if shard else 150}"]

@@ -89,8 +89,7 @@ def at(*path: Any, value: Any) -> Change:
 def times(factor: float, *path: Any, noise: tuple[float, ...] = (1.0,)) -> Change:
     """A change of the rounds at `path` by this factor."""
     return at(
-        *path,
-        value=lambda rounds: [value * factor * noise[each % len(noise)] for each, value in enumerate(rounds)],
+        *path, value=lambda rounds: [value * factor * noise[each % len(noise)] for each, value in enumerate(rounds)]
     )
 
 

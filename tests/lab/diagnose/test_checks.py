@@ -266,10 +266,7 @@ def test_a_resume_that_goes_wrong_on_another_rank_or_a_second_time() -> None:
     stopped, resumed = (run(*[[step(number, rank, 2)] for rank in (0, 1)]) for number in (1, 2))
     forgetful = run([step(2, 0, 2)], [step(2, 1, 2, state="x")])
     (found,) = not_restored(straight, [stopped], forgetful)
-    assert (found.name, found.evidence.split(": ")[0]) == (
-        "resume-optimizer",
-        "after 1 steps and a resume, on rank 1",
-    )
+    assert (found.name, found.evidence.split(": ")[0]) == ("resume-optimizer", "after 1 steps and a resume, on rank 1")
     again = run(*[[step(3, rank, 2, samples=[f"{rank}-2-{index}" for index in range(2)])] for rank in (0, 1)])
     assert list(not_restored(straight, [stopped], resumed)) == []
     (found,) = not_restored(straight, [stopped, resumed], again)

@@ -48,7 +48,7 @@ def test_families_are_one_experiment_over_seeds_and_layouts(tmp_path: Path) -> N
     family, toy = find_families(read_runs(tmp_path).runs)
     assert (family.title, toy.title) == ("digits", "toy")
     assert [group.label for group in family.groups] == [
-        *("single-cpu", "dp-2-cpu", "ddp-1x2-cpu", "ddp-1x2-cpu · plain", "ddp-1x4-cpu"),
+        *("single-cpu", "dp-2-cpu", "ddp-1x2-cpu", "ddp-1x2-cpu · plain", "ddp-1x4-cpu")
     ]
     assert family.verdict.tone == "good"
     assert family.verdict.text == "identical on 3 layouts"
@@ -69,8 +69,7 @@ def test_other_settings_are_another_family_named_by_the_difference(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("threads", "tone", "words"),
-    [(1, "bad", "digests differ"), (2, "warn", "differ, on unlike machines")],
+    ("threads", "tone", "words"), [(1, "bad", "digests differ"), (2, "warn", "differ, on unlike machines")]
 )
 def test_unlike_digests_are_said(tmp_path: Path, threads: int, tone: str, words: str) -> None:
     write_run(tmp_path, single(), digest="a" * 64)
