@@ -11,7 +11,6 @@ import os
 import pickle
 import random
 import signal
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +38,6 @@ from ddp_core.checkpoint.manifest import encode
 from tests.core.checkpoint.children import (
     killed_at,
     save_under_a_file_limit,
-    save_without_end,
     state_of,
     stopped_inside_the_fence,
     take_many,
@@ -47,7 +45,6 @@ from tests.core.checkpoint.children import (
 )
 from tests.core.checkpoint.test_checkpoint import same
 from tests.faults.matrix import record_row
-from tests.support.commands import wait_until
 from tests.support.mounts import tmpfs
 from tests.support.processes import HANG, ask, start
 from tests.support.wording import refusing
@@ -105,31 +102,6 @@ def test_a_kill_at_any_point_of_a_save_leaves_the_newest_complete_checkpoint(
     if points == POINTS:
         how = f"saved {'aside' if asynchronous else 'at once'}: killed at each of {len(POINTS)} points"
         record_row(9, f"{how}, the newest complete one loads, nothing is left")
-
-
-def _newest_step(directory: Path) -> int:
-    return max((checkpoint.step for checkpoint in find_checkpoints(directory)), default=0)
-
-
-@pytest.mark.parametrize("trials", [8, pytest.param(200, marks=pytest.mark.slow)])
-def test_many_kills_at_random_times_lose_no_committed_checkpoint(tmp_path: Path, trials: int) -> None:
-    chance, seen = random.Random(0), 0
-    for trial in range(trials):
-        child = start(save_without_end, tmp_path, seen + 1, trial % 2 == 1)
-        wanted = seen + chance.randint(1, 3)
-        wait_until(lambda wanted=wanted: _newest_step(tmp_path) >= wanted, HANG, f"step {wanted} is committed")
-        time.sleep(chance.uniform(0, 0.05))
-        seen = _newest_step(tmp_path)
-        child.kill()
-        child.join()
-        newest = newest_valid(tmp_path)
-        sweep(tmp_path)
-        assert _leftovers(tmp_path) == set()
-        assert newest.step >= seen, "a committed checkpoint was lost"
-        assert _is_whole(newest)
-        seen = newest.step
-    if trials == 200:
-        record_row(9, "200 kills at random times lose no committed checkpoint")
 
 
 # Rows 10 and 11: damaged files.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from ddp_lab.claims import main
 from ddp_lab.claims.framework import suite
 from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim, composed
 from ddp_lab.claims.framework.document import pages
-from ddp_lab.claims.framework.provenance import rule_commit
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import FAMILY, ratio_interval
 from ddp_lab.records import COUNT, Axis, Figure, Line, Part, Series
@@ -166,29 +163,6 @@ def test_the_pages_are_not_made_from_what_proves_nothing(setting: Setting, other
     committed(setting, **other)
     with pytest.raises(UserError, match=f"C99: .*{words}"):
         pages([known], setting.output)
-
-
-@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_a_rules_commit_and_its_changes_are_read_from_git(tmp_path: Path) -> None:
-    file = tmp_path / "c99_made_up.py"
-    file.write_text("rule = 1\n")
-    assert rule_commit(file, file) is None
-
-    def git(*words: str) -> str:
-        who = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
-        made = subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True, text=True)
-        return made.stdout.strip()
-
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "A rule")
-    found = rule_commit(file, file)
-    assert found is not None
-    assert (found["commit"], found["dirty"]) == (git("rev-parse", "HEAD"), False)
-    file.write_text("rule = 2\n")
-    changed = rule_commit(file, file)
-    assert changed is not None
-    assert changed["dirty"]
 
 
 @pytest.mark.parametrize(
