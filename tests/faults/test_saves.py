@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_core.checkpoint import Checkpoint, find_checkpoints, newest_valid
+from tests.core.checkpoint.test_parts import flip_a_bit, truncate
 from tests.faults.launches import DOTS, check_aftermath, undisturbed
 from tests.faults.matrix import record_row
 from tests.support.commands import Ended, ddp, run_workers, trained
@@ -44,16 +44,6 @@ def resume(output: Path) -> Ended:
     ended = ddp(*WORDS, "--output", output, "--resume", "auto")
     assert "Traceback" not in ended.errors
     return ended
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 8
-    path.write_bytes(content)
 
 
 @pytest.mark.full

@@ -174,10 +174,3 @@ def test_options_are_checked_against_the_function(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="takes none"):
         build(lambda: 1, {"a": 1})
     assert build(lambda **options: options, {"a": 1}) == {"a": 1}
-
-
-def test_what_a_builder_raises_is_placed_in_its_file(tmp_path: Path) -> None:
-    loaded = load_experiment(str(mine(tmp_path, "def net():\n    return 1 / 0\n\n\n", model="net")))
-    with pytest.raises(UserError, match=r"mine\.py:3: net raised ZeroDivisionError") as failure:
-        build(resolve(loaded, "model", "net"), {})
-    assert failure.value.exit_code == ExitCode.BAD_INPUT

@@ -38,31 +38,11 @@ def sent(measurements: Measurements) -> float:
     return sum(float(rank["sent"]) for rank in measurements["by_devices"]["4"]["ddp"]) / 1e6
 
 
-def linear_for_root(cases: list[dict[str, Any]]) -> float:
-    """The median of a seed's loss with the linear rule for that with the square root, at k = 8."""
-    found = {(case["rule"], case["seed"]): case["loss"] for case in cases if case["factor"] == 8}
-    seeds = {seed for _, seed in found}
-    return median(found["linear", seed] / found["square root", seed] for seed in seeds)
-
-
-def added_wait(runs: list[dict[str, Any]]) -> float:
-    """How much longer a synchronous worker of C17 waits because of a slow one."""
-    slow, even = (
-        median(run["wait_seconds"] for run in runs if (run["way"], run["pause"]) == ("synchronous", pause))
-        for pause in (0.02, 0.0)
-    )
-    return float(slow - even)
-
-
 KNOWN: list[tuple[str, str, Callable[[Measurements], Any]]] = [
     ("C01", "w, single x 1, seed 0", lambda found: found["runs"][0]["w"]),
     (
         *("C02", "small stem, batch 8: speed-up of DDP, 2 processes"),
         lambda found: 2 * ratio("seconds/1", "seconds/weak 2")(found["points"][0]),
-    ),
-    (
-        *("C02", "the source's own program, its batch cut: speed-up of the linear model"),
-        ratio("toy/seconds/1", "toy/seconds/strong 2"),
     ),
     ("C03", "parameters at construction: equal after construction", lambda _: True),
     (
@@ -86,8 +66,7 @@ KNOWN: list[tuple[str, str, Callable[[Measurements], Any]]] = [
     ),
     ("C14", "two processes with different weights damage one file: files damaged after both", lambda _: 7),
     ("C15", "weights after torchrun, 2 ranks", lambda found: found["cases"][0]["weights_sha256"][:12]),
-    ("C16", "k = 8: test loss, linear / square root", lambda found: linear_for_root(found["cases"])),
-    ("C17", "synchronous updates wait: added wait per gradient", lambda found: added_wait(found["server"]) / 0.02),
+    ("C16", "test loss, k = 1", lambda found: median(each["loss"] for each in found["cases"] if each["factor"] == 1)),
     ("C17", "synchronous updates do not jitter: jitter, synchronous against one process", lambda _: 1.0),
     ("C18", "torch's DDP alone: runs that went on", lambda _: 0),
     ("C19", "DDP may differ from one device: largest difference of a parameter, maximum", lambda _: 1e-7),
