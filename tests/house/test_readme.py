@@ -34,6 +34,8 @@ QUICK = ["--set", "max_steps=12", "--device", "cpu"]
 
 FORK = "ddp train digits --fork outputs/digits/RUN --set optimizer.lr=0.01 --set epochs=40"
 
+SCRIPTS = {"-": "before.py", "+": "after.py"}
+
 ELSEWHERE = {
     "make cpu-cluster": "tests/lab/cluster/test_cluster.py",
     "make test": "tests/lab/cluster/test_cluster.py",
@@ -97,6 +99,15 @@ def test_the_index_names_every_page() -> None:
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", PARTS, re.DOTALL))
 def test_python_runs_as_it_stands(block: str, tmp_path: Path) -> None:
     ask(_execute, block, tmp_path)
+
+
+def test_the_difference_is_that_of_the_ported_script() -> None:
+    """Each line that the README's diff takes away or adds stands in the tutorial's scripts."""
+    (shown,) = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
+    scripts = {sign: (ROOT / "docs/tutorials/port-your-script" / name).read_text() for sign, name in SCRIPTS.items()}
+    lines = [(line[0], line[1:]) for line in shown.splitlines() if line[0] in scripts]
+    assert lines
+    assert [line for sign, line in lines if line not in scripts[sign].splitlines()] == []
 
 
 def _execute(block: str, folder: Path) -> None:
