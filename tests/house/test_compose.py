@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -146,11 +145,6 @@ def test_every_image_ends_unprivileged() -> None:
     last = [users[-1] for stage in stages if (users := re.findall(r"^USER (\S+)", stage, re.MULTILINE))]
     assert last
     assert set(last) == {"ddp"}
-
-
-def test_an_image_that_was_built_without_make_has_the_version_of_the_package() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert f"\nARG VERSION={version}\n" in DOCKERFILE
 
 
 def test_what_the_image_prints_names_services_that_are_there() -> None:

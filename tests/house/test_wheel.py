@@ -72,6 +72,7 @@ def test_there_is_one_version_number(built: dict[str, Path]) -> None:
     version, (library, lab) = PROJECT["version"], (page_of(built[name]) for name in ("library", "lab"))
     assert library["Version"] == lab["Version"] == version
     assert lab.get_all("Requires-Dist") == [f"samebits[lab]=={version}"]
+    assert f"\nARG VERSION={version}\n" in (ROOT / "Dockerfile").read_text()
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"This is version {version} " in (ROOT / "README.md").read_text()
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
