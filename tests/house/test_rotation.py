@@ -27,11 +27,11 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rotate(project: Path, passed: dict[str, str], *words: str, begun: str = TODAY) -> tuple[int, str, dict[str, str]]:
+def rotate(project: Path, passed: dict[str, str], *words: str) -> tuple[int, str, dict[str, str]]:
     """Run the tests of a project; returns the exit code, the output, and the days written down."""
     days = project / "tests" / "rotation.json"
     days.write_text(
-        json.dumps({"begun": begun, "passed": {f"test_it.py::{name}": day for name, day in passed.items()}})
+        json.dumps({"begun": TODAY, "passed": {f"test_it.py::{name}": day for name, day in passed.items()}})
     )
     plugin = ("-m", "pytest", "-p", "tests.support.rotation", "-p", "no:cacheprovider")
     ended = command("-v", *words, program=plugin, cwd=project)

@@ -256,12 +256,8 @@ def test_the_last_ones_the_best_one_and_every_nth_stay(tmp_path: Path) -> None:
 
 def test_another_process_can_be_told_which_checkpoint_where_there_is_one(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "nowhere"):
-        assert (newest_valid(place), best_checkpoint(place), find_checkpoints(place), sweep(place)) == (
-            None,
-            None,
-            [],
-            [],
-        )
+        assert newest_valid(place) is best_checkpoint(place) is None
+        assert find_checkpoints(place) == sweep(place) == []
     Checkpointer(tmp_path).save(state_of(3), step=3, epoch=0)
     chosen = newest_valid(tmp_path)
     for path in (chosen.path, chosen.manifest):

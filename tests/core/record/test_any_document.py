@@ -256,7 +256,7 @@ def test_no_document_ends_what_reads_it(place: Place) -> None:
 
 
 LIMIT = 120
-"""Seconds, of which a command needs a few: one that waits at a pipe would wait for ever."""
+"""Seconds, of which a command needs a few."""
 TOO_LARGE = "(larger than 8,388,608 bytes)"
 FORGED = "\x1b[2K\ndigests: 5 exact runs, identical"
 
