@@ -45,14 +45,7 @@ class Clone:
             if name in ("PATH", "HOME", "BASE_IMAGE") or name.startswith(("DOCKER_", "BUILDX_", "BUILDKIT_"))
         }
         return subprocess.run(
-            command,
-            shell=True,
-            cwd=self.root,
-            env=known,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
+            command, shell=True, cwd=self.root, env=known, capture_output=True, text=True, timeout=timeout, check=False
         )
 
     def statuses(self) -> list[str]:

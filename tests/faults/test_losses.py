@@ -12,14 +12,7 @@ import pytest
 
 from ddp_core.distributed.processes import state_of
 from ddp_core.observe.metrics import read_metrics
-from tests.faults.launches import (
-    DOTS,
-    Watch,
-    check_aftermath,
-    launched,
-    train_words,
-    undisturbed,
-)
+from tests.faults.launches import DOTS, Watch, check_aftermath, launched, train_words, undisturbed
 from tests.faults.matrix import AGAIN, LATE, NOTICED, record_row
 from tests.support.commands import Ended, ddp, run_workers, trained, wait_until
 from tests.support.processes import HANG

@@ -1,22 +1,17 @@
-"""Whole runs with checkpoints that are damaged, malicious or too large for the disk."""
+"""Whole runs with checkpoints that are damaged, or too large for the disk."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 import resource
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from ddp_core.checkpoint import Checkpoint, find_checkpoints, newest_valid
-from ddp_core.checkpoint.manifest import encode
+from tests.core.checkpoint.test_parts import flip_a_bit, truncate
 from tests.faults.launches import DOTS, check_aftermath, undisturbed
 from tests.faults.matrix import record_row
 from tests.support.commands import Ended, ddp, run_workers, trained
@@ -51,22 +46,8 @@ def resume(output: Path) -> Ended:
     return ended
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 8
-    path.write_bytes(content)
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(("row", "damage"), [(10, truncate), (10, empty), (11, flip_a_bit)])
+@pytest.mark.parametrize(("row", "damage"), [(10, truncate), (11, flip_a_bit)])
 def test_a_damaged_checkpoint_is_passed_over(
     output: Path, digest: str, row: int, damage: Callable[[Path], None]
 ) -> None:
@@ -89,31 +70,6 @@ def test_no_valid_checkpoint_is_the_end(output: Path) -> None:
     record_row(10, "none valid: 3")
 
 
-class Attack:
-    """An object that makes a directory when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.marker),)
-
-
-def test_a_malicious_checkpoint_is_refused_not_run(output: Path, tmp_path: Path) -> None:
-    newest, marker = checkpoints(output)[0], tmp_path / "ran"
-    torch.save({"model": torch.ones(3), "attack": Attack(marker)}, newest.path)
-    data = newest.path.read_bytes()
-    fitting = replace(newest, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-    newest.manifest.write_bytes(encode(fitting))
-    ended = resume(output)
-    assert ended.code == 3
-    assert "refused" in ended.errors
-    assert not marker.exists()
-    torch.load(newest.path, weights_only=False)
-    assert marker.exists(), "the attack would not have worked anyway"
-    record_row(13, "refused before unpickling, 3")
-
-
 def _limit_files(victim: int, rank: int) -> None:
     """Let no file of the victim grow beyond 20 kB, as on a full disk."""
     if rank == victim:
@@ -122,8 +78,7 @@ def _limit_files(victim: int, rank: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shard", "victim"),
-    [("", 0), *((shard, victim) for shard in ("optimizer", "parameters") for victim in (0, 1))],
+    ("shard", "victim"), [("", 0), *((shard, victim) for shard in ("optimizer", "parameters") for victim in (0, 1))]
 )
 def test_a_full_disk_of_one_rank_ends_the_run_and_loses_one_save(tmp_path: Path, shard: str, victim: int) -> None:
     wide = ["--set", f"model.width={600 if shard else 150}"]

@@ -73,28 +73,6 @@ def test_tensors_know_their_device_and_unlike_devices_do_not_meet() -> None:
     on_devices(2, _devices)
 
 
-def _graph() -> None:
-    total, graph = torch.zeros(3, device="cuda"), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        total += 1
-        double = total * 2
-    assert total.tolist() == [0.0] * 3, "recording changes nothing"
-    assert double.isnan().all(), "and computes nothing"
-    for turn in (1.0, 2.0):
-        graph.replay()
-        assert (total.tolist(), double.tolist()) == ([turn] * 3, [2 * turn] * 3)
-    spoilt = torch.cuda.CUDAGraph()
-    ends = pytest.raises(torch.AcceleratorError, match="failed due to a previous error during capture")
-    with ends, torch.cuda.graph(spoilt):
-        total.sum().item()
-    with pytest.raises(RuntimeError, match="without a preceding successful capture"):
-        spoilt.replay()
-
-
-def test_graphs_record_without_running_and_repeat_what_they_recorded() -> None:
-    on_devices(1, _graph)
-
-
 def _copies() -> None:
     numbers, event = torch.arange(3.0, device="cuda"), torch.cuda.Event()
     first = numbers.to("cpu", non_blocking=True)

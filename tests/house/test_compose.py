@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +107,6 @@ def test_what_trains_has_room_time_and_the_health_check_of_the_image() -> None:
     assert re.search(r'^HEALTHCHECK .*CMD \["ddp", "health"\]$', DOCKERFILE, re.MULTILINE)
 
 
-def test_nodes_get_gpus_as_the_gpu_services_do() -> None:
-    node = read("compose.gpu.yaml")["services"]["node"]
-    assert node.items() >= {part: SERVICES["ddp-4gpu"][part] for part in ("deploy", "ulimits")}.items()
-    assert (node["image"], node["environment"]["DEVICE"]) == (IMAGE["cuda"], "cuda")
-
-
 def test_plain_up_runs_one_layout_that_needs_no_gpu() -> None:
     assert [name for name, service in SERVICES.items() if "profiles" not in service] == ["ddp-cpu"]
 
@@ -152,11 +145,6 @@ def test_every_image_ends_unprivileged() -> None:
     last = [users[-1] for stage in stages if (users := re.findall(r"^USER (\S+)", stage, re.MULTILINE))]
     assert last
     assert set(last) == {"ddp"}
-
-
-def test_an_image_that_was_built_without_make_has_the_version_of_the_package() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert f"\nARG VERSION={version}\n" in DOCKERFILE
 
 
 def test_what_the_image_prints_names_services_that_are_there() -> None:

@@ -162,14 +162,3 @@ def test_each_command_works_or_names_the_extra_that_it_needs(tmp_path: Path) -> 
         assert code == 2, (call, said)
         assert said.count("\n") == 1, (call, said)
         assert f"pip install 'samebits[{extra}]'" in said, (call, said)
-
-
-@pytest.mark.slow
-def test_a_cluster_of_local_processes_needs_no_docker_sdk_and_no_yaml(tmp_path: Path) -> None:
-    up = ["up", "--experiment", "mine.py", "--nodes", "2", "--nproc", "1"]
-    (chosen, said), (code, _) = walk(
-        tmp_path,
-        [("ddp_lab.cluster.__main__", up), ("ddp_lab.cluster.__main__", [*up, "--backend", "local"])],
-    )
-    assert (chosen, code) == (0, 0), said
-    assert "local processes (a cluster of containers needs docker: pip install 'samebits[cluster]')" in said

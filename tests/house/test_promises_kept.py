@@ -20,8 +20,7 @@ SOURCES = [ROOT / "README.md", *sorted((ROOT / "docs" / "explanation").glob("*.m
 
 WORDS = re.compile(r"\b(?:always|never|any|no more than|at most)\b", re.IGNORECASE)
 SAME = re.compile(
-    r"(?=.*\b(?:every|each|all)\b).*\b(?:same (?:bits|weights)|bit for bit|one digest|identical)\b",
-    re.IGNORECASE,
+    r"(?=.*\b(?:every|each|all)\b).*\b(?:same (?:bits|weights)|bit for bit|one digest|identical)\b", re.IGNORECASE
 )
 NUMBER = r"\d+(?:\.\d+)?"
 RATIO = r"\d\.\d\d"

@@ -1,4 +1,4 @@
-"""The README, the page of every task and the tutorial hold: their Python runs, and a test runs each of their commands.
+"""The README and the page of every task hold: their Python runs, and a test runs each of their commands.
 
 In every page of the documentation, links lead somewhere.
 """
@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
 TASKS = (ROOT / "docs" / "how-to" / "every-task.md").read_text()
 PARTS = (ROOT / "docs" / "how-to" / "use-one-part.md").read_text()
-TUTORIAL = (ROOT / "docs" / "tutorials" / "from-one-process-to-a-cluster.md").read_text()
 
 
 def _commands(page: str) -> list[str]:
@@ -34,6 +33,7 @@ SLURM, SWARM = "tests/cluster/test_slurm.py", "tests/cluster/test_swarm.py"
 QUICK = ["--set", "max_steps=12", "--device", "cpu"]
 
 FORK = "ddp train digits --fork outputs/digits/RUN --set optimizer.lr=0.01 --set epochs=40"
+
 SCRIPTS = {"-": "before.py", "+": "after.py"}
 
 ELSEWHERE = {
@@ -64,12 +64,10 @@ ELSEWHERE = {
 
 
 WALK = [command for command in _commands(TASKS) if command.startswith("ddp ") and command not in ELSEWHERE]
-TOUR = [command for command in _commands(TUTORIAL) if command.startswith("ddp ")]
 
 
 def test_every_command_has_a_test() -> None:
     assert WALK
-    assert TOUR
     assert set(COMMANDS) == {*WALK, *ELSEWHERE}, "a command without a test, or one that no page has any more"
     assert {path for path in ELSEWHERE.values() if not (ROOT / path).exists()} == set()
 
@@ -119,17 +117,13 @@ def _execute(block: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("commands", [WALK, TOUR], ids=["tasks", "tutorial"])
-def test_every_line_from_top_to_bottom(commands: list[str], tmp_path: Path) -> None:
+def test_every_line_from_top_to_bottom(tmp_path: Path) -> None:
     """Run each `ddp` line in turn, shortened to a few steps, in one output directory."""
-    (own_file,) = re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL)
-    (tmp_path / "parity.py").write_text(own_file)
     port, settings = free_port(), {"DDP_OUTPUT": str(tmp_path)}
     with contextlib.ExitStack() as stack:
-        for line in commands:
+        for line in WALK:
             words = shlex.split(line)[1:]
             words = [word.replace("29400", str(port)).replace("outputs/", f"{tmp_path}/") for word in words]
-            words = [str(tmp_path / word) if word == "parity.py" else word for word in words]
             if words[0] == "rendezvous":
                 stack.enter_context(running(*words))
                 continue

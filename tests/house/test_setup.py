@@ -157,17 +157,3 @@ def test_a_setup_waits_for_another_and_leaves_what_a_link_leads_to(
     assert errors == "setup: installed, but not usable: import torch: gone\n"
     assert (tmp_path / "theirs" / "kept").is_dir()
     assert not (tmp_path / ".venv").exists()
-
-
-def test_a_torchvision_of_another_torch_is_mended_and_what_else_fails_is_said(
-    environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    packages = tmp_path / ".venv" / "lib" / "python3.11" / "site-packages"
-    packages.mkdir(parents=True)
-    found = [{"torchvision": "operator torchvision::nms does not exist"}, {}, {"click": "gone"}]
-    monkeypatch.setattr(environment, "failed_imports", lambda _: found.pop(0))
-    environment.require_imports("python")
-    assert "its compiled operators" in capfd.readouterr().out
-    assert {path.name for path in packages.iterdir()} == {"torchvision_hook.py", "torchvision_hook.pth"}
-    with pytest.raises(ImportError, match=r"^import click: gone$"):
-        environment.require_imports("python")

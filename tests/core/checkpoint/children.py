@@ -46,13 +46,6 @@ def killed_at(directory: Path, point: str, asynchronous: bool, before: list[int]
         checkpointer.save(state_of(step), step=step, epoch=0, best=True)
 
 
-def save_without_end(directory: Path, first: int, asynchronous: bool) -> None:
-    """Save one step after the other until this process is killed."""
-    with Checkpointer(directory, asynchronous=asynchronous) as checkpointer:
-        for step in range(first, first + 100_000):
-            checkpointer.save(state_of(step), step=step, epoch=0, best=step % 3 == 0)
-
-
 def save_under_a_file_limit(directory: Path, limit: int, asynchronous: bool) -> tuple[str, int, str]:
     """Save step 20 with RLIMIT_FSIZE set to `limit` bytes; return where it failed, the exit code and the message."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

@@ -215,35 +215,28 @@ def rates(schedule: Schedule, steps: int, steps_per_epoch: int = 5, **fields: An
     return [schedule.rate(0.3, step, steps_per_epoch, total) for step in range(steps)]
 
 
-def torch_rates(make: Any, steps: int) -> list[float]:
+def in_a_row(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    warm_up = lr_scheduler.LinearLR(optimizer, start_factor=1 / 8, total_iters=7)
+    return lr_scheduler.SequentialLR(optimizer, [warm_up, lr_scheduler.CosineAnnealingLR(optimizer, 32)], [8])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "make"),
+    [
+        (Schedule(name="step", step_epochs=2, gamma=0.5), lambda given: lr_scheduler.StepLR(given, 10, 0.5)),
+        (Schedule(name="cosine"), lambda given: lr_scheduler.CosineAnnealingLR(given, 40)),
+        (Schedule(name="cosine", final_factor=0.1), lambda given: lr_scheduler.CosineAnnealingLR(given, 40, 0.03)),
+        (Schedule(name="cosine", warmup_steps=8), in_a_row),
+    ],
+)
+def test_rates_are_those_of_torchs_schedules(schedule: Schedule, make: Any) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
-    scheduler, found = make(optimizer), []
-    for _ in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
+    scheduler, expected = make(optimizer), []
+    for _ in range(40):
+        expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    return found
-
-
-def test_steps_equal_torchs_step_lr() -> None:
-    expected = torch_rates(lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=10, gamma=0.5), 40)
-    assert rates(Schedule(name="step", step_epochs=2, gamma=0.5), 40) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("final_factor", [0.0, 0.1])
-def test_cosine_equals_torchs_cosine_annealing(final_factor: float) -> None:
-    least = 0.3 * final_factor
-    expected = torch_rates(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 40, eta_min=least), 40)
-    assert rates(Schedule(name="cosine", final_factor=final_factor), 40) == pytest.approx(expected, rel=1e-9)
-
-
-def test_warm_up_and_cosine_equal_torchs_schedules_in_a_row() -> None:
-    def in_a_row(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-        warm_up = lr_scheduler.LinearLR(optimizer, start_factor=1 / 8, total_iters=7)
-        cosine = lr_scheduler.CosineAnnealingLR(optimizer, 32)
-        return lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], milestones=[8])
-
-    assert rates(Schedule(name="cosine", warmup_steps=8), 40) == pytest.approx(torch_rates(in_a_row, 40), rel=1e-9)
+    assert rates(schedule, 40) == pytest.approx(expected, rel=1e-9)
 
 
 def test_max_steps_shortens_the_cosine() -> None:

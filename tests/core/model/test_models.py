@@ -7,13 +7,7 @@ import torch
 from torch.nn import functional
 
 from ddp_core.model.builders import MODELS
-from ddp_core.model.losses import (
-    HITS,
-    binary_cross_entropy,
-    cross_entropy,
-    mean_squared_error,
-    sequence_cross_entropy,
-)
+from ddp_core.model.losses import HITS, binary_cross_entropy, cross_entropy, mean_squared_error, sequence_cross_entropy
 from ddp_core.model.transformer import transformer
 from tests.support.wording import refusing
 

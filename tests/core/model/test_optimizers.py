@@ -11,7 +11,7 @@ from torch import nn
 from ddp_core.base.digests import weights_digest
 from ddp_core.config.experiment import Optimizer
 from ddp_core.model.builders import laid_out, lay_out
-from ddp_core.model.optimizers import build_optimizer, fills_its_memory, implementation, same_layout
+from ddp_core.model.optimizers import build_optimizer, implementation, same_layout
 
 KINDS: list[dict[str, Any]] = [
     {"name": "sgd", "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
@@ -130,10 +130,3 @@ def test_strides_of_a_single_element_mean_nothing() -> None:
     last = filters.contiguous(memory_format=torch.channels_last)
     assert same_layout(filters, last.as_strided(filters.shape, (9, 1, 3, 1)))
     assert not same_layout(IMAGES, laid_out(IMAGES, "channels_last"))
-
-
-def test_memory_may_be_filled_in_any_sequence() -> None:
-    filled = [IMAGES, IMAGES.permute(2, 0, 3, 1), laid_out(FILM, "channels_last"), torch.ones(()), torch.ones(0)]
-    overlapping = [torch.ones(3).expand(2, 3), torch.ones(4).as_strided((2, 2), (1, 1))]
-    assert all(map(fills_its_memory, filled))
-    assert not any(map(fills_its_memory, [IMAGES[:, :2], IMAGES[..., ::2], *overlapping]))

@@ -14,13 +14,7 @@ import pytest
 from ddp_core.base.platforms import boot_id
 from ddp_core.distributed.world import World
 from ddp_core.observe import heartbeat
-from ddp_core.observe.heartbeat import (
-    Heartbeat,
-    check_health,
-    name_lost_peer,
-    read_heartbeats,
-    renew_heartbeat,
-)
+from ddp_core.observe.heartbeat import Heartbeat, check_health, name_lost_peer, read_heartbeats, renew_heartbeat
 from ddp_core.observe.step import StepBatch
 from tests.support.wording import refusing
 

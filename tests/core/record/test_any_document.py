@@ -1,8 +1,8 @@
 """Whatever a stranger has put into a run directory: never an exception but a UserError, never a wait, no harm.
 
 The documents are those of a real run. One of them is changed at one place, in its bytes, or in the type, the size or
-the depth of a value, and then given to everything that reads it. Besides, real commands meet pipes, links to devices,
-and texts that would act in a terminal.
+the depth of a value, and then given to everything that reads it. Besides, real commands meet links, and texts that
+would act in a terminal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import hashlib
 import io
 import itertools
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -257,7 +256,7 @@ def test_no_document_ends_what_reads_it(place: Place) -> None:
 
 
 LIMIT = 120
-"""Seconds, of which a command needs a few: one that waits at a pipe would wait for ever."""
+"""Seconds, of which a command needs a few."""
 TOO_LARGE = "(larger than 8,388,608 bytes)"
 FORGED = "\x1b[2K\ndigests: 5 exact runs, identical"
 
@@ -283,36 +282,6 @@ def resume(made: Path, run: Path) -> Ended:
     places = ("--data-dir", run / "data", "--output", run.parents[1])
     words = ("--resume", run, "--set", "epochs=2", "--device", "cpu")
     return ddp("train", made.parents[2] / "project" / "mine.py", *words, *places, timeout=LIMIT)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("place", "make", "said"),
-    [
-        ("run.lock", os.mkfifo, "run.lock is a pipe or a device"),
-        ("metrics.jsonl", lambda place: place.symlink_to("/dev/zero"), "metrics.jsonl is a link"),
-        ("source/beside.py", os.mkfifo, "beside.py cannot be read (it is a pipe or a device"),
-        ("heartbeats/rank-0.json", os.mkfifo, None),
-    ],
-)
-def test_no_command_waits_at_a_pipe_or_reads_a_device_without_end(
-    made: Path, run: Path, place: str, make: Callable[[Path], None], said: str | None
-) -> None:
-    (run / place).unlink(missing_ok=True)
-    (run / place).parent.mkdir(exist_ok=True)
-    make(run / place)
-    output = run.parents[1]
-    for ended in (
-        ddp("compare", "--no-check", "--output", output, timeout=LIMIT),
-        ddp("watch", "--once", run, timeout=LIMIT),
-        ddp("verify", run, timeout=LIMIT, module="tests.support.quick"),
-        ddp("--output", output, "--to", output / "report", timeout=LIMIT, module="ddp_lab.report"),
-    ):
-        assert (ended.code, ended.errors) == (1 if "different code" in ended.output else 0, "")
-    ended = resume(made, run)
-    lines = ended.errors.splitlines()
-    assert (ended.code, len(lines)) == ((2, 1) if said else (0, 0))
-    assert said is None or said in lines[0]
 
 
 @pytest.mark.parametrize("place", ["run.lock", "log.txt", "checkpoints", "heartbeats"])

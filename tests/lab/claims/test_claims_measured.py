@@ -47,16 +47,12 @@ def measured(number: str, output: Path) -> dict[str, Any]:
     return content
 
 
-def figure(content: dict[str, Any], start: str) -> Any:
-    (value,) = [figure["value"] for figure in content["figures"] if figure["name"].startswith(start)]
-    return value
-
-
 @pytest.mark.parametrize(
     ("number", "verdicts"),
     [
         ("C03", ["confirmed", "confirmed", "confirmed", "refuted"]),
         ("C09", ["confirmed", "refuted"]),
+        pytest.param("C08", ["confirmed"], marks=pytest.mark.slow),
         pytest.param("C10", ["confirmed", "refuted"], marks=pytest.mark.slow),
         pytest.param("C12", ["confirmed", "confirmed", "refuted"], marks=pytest.mark.slow),
         # Which way of evaluating is faster, the last two parts, depends on the load of the machine.
@@ -72,14 +68,6 @@ def test_what_depends_on_no_machine_is_measured_as_published(number: str, verdic
     content = measured(number, tmp_path)
     found = [part["verdict"] for part in content["parts"]] or [content["verdict"]]
     assert found[: len(verdicts)] == verdicts
-
-
-@pytest.mark.slow
-def test_c08_ddp_sends_what_the_theory_says_and_no_weights(tmp_path: Path) -> None:
-    content = measured("C08", tmp_path)
-    assert content["parts"][0]["verdict"] == "confirmed"
-    counted, theory = figure(content, "x 4: sent by all ranks"), figure(content, "x 4: gradients and buffers")
-    assert theory <= counted <= 1.05 * theory
 
 
 def test_files_opened_for_writing_are_seen_by_rank(tmp_path: Path) -> None:

@@ -60,17 +60,8 @@ def test_the_rule_was_there_before_the_measurement(number: str) -> None:
     assert not doubt(content)
     assert known.file is not None
     files = [str(file.relative_to(ROOT)) for file in (known.file, Path(statistics.__file__))]
-    words = [
-        "git",
-        "-C",
-        str(ROOT),
-        "log",
-        "-1",
-        "--format=%H %cI",
-        content["environment"]["code"]["commit"],
-        "--",
-        *files,
-    ]
+    commit = content["environment"]["code"]["commit"]
+    words = ["git", "-C", str(ROOT), "log", "-1", "--format=%H %cI", commit, "--", *files]
     if shutil.which("git") is None:
         pytest.skip("needs git")
     found = subprocess.run(words, capture_output=True, text=True, check=False)

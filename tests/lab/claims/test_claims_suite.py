@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,8 @@ from ddp_lab.claims import main
 from ddp_lab.claims.framework import suite
 from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim, composed
 from ddp_lab.claims.framework.document import pages
-from ddp_lab.claims.framework.provenance import rule_commit
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.framework.statistics import FAMILY, ratio_interval
+from ddp_lab.claims.framework.statistics import FAMILY
 from ddp_lab.records import COUNT, Axis, Figure, Line, Part, Series
 from ddp_lab.report.reading.claims import read_findings
 from tests.lab.claims.measurements import judged
@@ -168,29 +165,6 @@ def test_the_pages_are_not_made_from_what_proves_nothing(setting: Setting, other
         pages([known], setting.output)
 
 
-@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_a_rules_commit_and_its_changes_are_read_from_git(tmp_path: Path) -> None:
-    file = tmp_path / "c99_made_up.py"
-    file.write_text("rule = 1\n")
-    assert rule_commit(file, file) is None
-
-    def git(*words: str) -> str:
-        who = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
-        made = subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True, text=True)
-        return made.stdout.strip()
-
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "A rule")
-    found = rule_commit(file, file)
-    assert found is not None
-    assert (found["commit"], found["dirty"]) == (git("rev-parse", "HEAD"), False)
-    file.write_text("rule = 2\n")
-    changed = rule_commit(file, file)
-    assert changed is not None
-    assert changed["dirty"]
-
-
 @pytest.mark.parametrize(
     ("figure", "words"),
     [
@@ -215,29 +189,6 @@ def test_a_figure_that_cannot_be_fails_the_run(setting: Setting) -> None:
     said: list[str] = []
     assert suite.measure_all([known], setting, said.append) == suite.FAILED
     assert "C99: bytes is 0, and has to be greater than 0" in said
-
-
-def test_verdicts_of_a_run_are_those_that_holm_allows_for_all_of_its_claims(setting: Setting) -> None:
-    """Ten rounds that agree are too few for the strictest step, and enough for the last of a family that has agreed."""
-
-    def tested(number: str, rounds: int) -> KnownClaim:
-        def judge(measurements: dict[str, Any]) -> Judgement:
-            ratio = ratio_interval([2.0] * rounds, [1.0] * rounds)
-            return Judgement(
-                "confirmed" if ratio.above() else "inconclusive", "timed", [ratio.figure("r", against=1.0)]
-            )
-
-        return KnownClaim(replace(made_up(None).claim, id=number), lambda _: {}, judge, "")
-
-    few = tested("C98", 10)
-    suite.measure_all([few], setting, lambda _: None)
-    alone = suite.read(setting.claims / "C98.json")
-    suite.measure_all([few, *(tested(f"C{number}", 11) for number in range(60, 85))], setting, lambda _: None)
-    together = suite.read(setting.claims / "C98.json")
-    assert alone is not None
-    assert together is not None
-    assert (alone["verdict"], together["verdict"]) == ("inconclusive", "confirmed")
-    assert together["allowed_p"] > alone["allowed_p"]
 
 
 def test_the_family_is_what_the_claims_declare() -> None:

@@ -23,7 +23,7 @@ from ddp_lab.cluster.published_run import beside_published
 from ddp_lab.cluster.runs import Planned, find_baseline
 from ddp_lab.cluster.verdict import NodeResult, Verdict, judge
 from ddp_lab.probe.published import published
-from tests.support.commands import Ended, ddp, train
+from tests.support.commands import ddp, train
 from tests.support.processes import HANG
 from tests.support.records import a_record
 from tests.support.wording import refusing, said_as_before
@@ -160,12 +160,16 @@ def test_too_few_gpus_are_told_with_what_would_run(monkeypatch: pytest.MonkeyPat
         check_service("ddp-3gpu", found=3)
 
 
-def test_auto_takes_local_processes_without_an_engine_and_says_why(
+def test_auto_takes_local_processes_without_an_engine_or_its_sdk_and_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent.sock")
     assert command.choose_backend("auto").name == "local processes"
     assert capsys.readouterr().out.startswith("cluster: local processes (")
+    monkeypatch.setattr("ddp_core.base.extras.find_spec", lambda _: None)
+    assert command.choose_backend("auto").name == "local processes"
+    said = "cluster: local processes (a cluster of containers needs docker: pip install 'samebits[cluster]')\n"
+    assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize("name", ["digits", "toy_mlp"])
@@ -241,23 +245,17 @@ def test_a_cluster_with_other_weights_than_promised_ends_with_1(
     assert command.main(words) == code
 
 
-UP = ("up", "--backend", "local", "--nproc", "1", "--experiment", "toy_mlp")
-
-
-def check_cluster(output: Path, ended: Ended) -> None:
-    """Check that two nodes have trained and are shown beside their baseline, which has the same weights."""
+def test_two_local_nodes_train_and_are_compared_with_the_baseline_that_is_there(tmp_path: Path) -> None:
+    train(tmp_path, "toy_mlp")
+    words = ("up", "--backend", "local", "--nproc", "1", "--experiment", "toy_mlp", "--output", tmp_path)
+    ended = ddp(*words, module="ddp_lab.cluster.__main__")
     assert ended.code == 0, ended.output + ended.errors
     assert "cluster: node-1 exited with 0" in ended.output
     assert "cluster: node-2 exited with 0" in ended.output
-    records = [record for _, record in find_runs(output)]
+    records = [record for _, record in find_runs(tmp_path)]
     assert sorted(record["layout"]["label"] for record in records) == ["ddp-2x1-cpu", "single-cpu"]
     assert len({record["weights_sha256"] for record in records}) == 1
     assert "ddp-2x1-cpu" in ended.output.rpartition("cluster: node-2")[2]
-
-
-def test_two_local_nodes_train_and_are_compared_with_the_baseline_that_is_there(tmp_path: Path) -> None:
-    train(tmp_path, "toy_mlp")
-    check_cluster(tmp_path, ddp(*UP, "--output", tmp_path, module="ddp_lab.cluster.__main__"))
 
 
 @pytest.mark.slow

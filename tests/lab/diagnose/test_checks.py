@@ -162,22 +162,19 @@ def test_the_step_is_that_of_one_process_with_the_samples_of_all_ranks(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("seen", "changes", "said"),
     [
-        ({"weights_before": {"w": "other"}}, "begins with other weights"),
-        ({"samples": ["a", "c"]}, "could not be given the samples"),
-        ({"moved": ["torch"]}, "random numbers"),
-        ({"gradients": {}}, "not known"),
+        ([1.0, 2.0], {"weights_before": {"w": "other"}}, "begins with other weights"),
+        ([1.0, 2.0], {"samples": ["a", "c"]}, "could not be given the samples"),
+        ([1.0, 2.0], {"moved": ["torch"]}, "random numbers"),
+        ([1.0, 2.0], {"gradients": {}}, "not known"),
+        # A loss that draws proves no other gradient.
+        ([2.0, 1.0], {"generators": {"torch": "moved on"}}, "random numbers are drawn between forward and step"),
     ],
 )
-def test_where_nothing_is_proved_that_is_said(changes: dict[str, Any], said: str) -> None:
+def test_where_nothing_is_proved_that_is_said(seen: list[float], changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=f"not proved: .*{said}"):
-        with_one_process({"w": [1.0, 2.0]}, **changes)
-
-
-def test_a_loss_that_draws_proves_no_other_gradient() -> None:
-    with pytest.raises(UserError, match="random numbers are drawn between forward and step"):
-        with_one_process({"w": [2.0, 1.0]}, generators={"torch": "moved on"})
+        with_one_process({"w": seen}, **changes)
 
 
 def test_a_schedule_that_counts_samples_is_by_design() -> None:
@@ -238,38 +235,21 @@ def one_pass(ids: Sequence[int], **changes: Any) -> Pass:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "found"),
+    ("samples", "first", "second", "found"),
     [
-        ([0, 2, 4, 6], [1, 3, 5, 7], []),
-        ([0, 2, 4, 6], [0, 3, 5, 7], ["samples-twice-or-never"]),
-        ([0, 2, 4], [1, 3, 5], ["left-out"]),
+        (8, [0, 2, 4, 6], [1, 3, 5, 7], []),
+        (8, [0, 2, 4, 6], [0, 3, 5, 7], ["samples-twice-or-never"]),
+        (8, [0, 2, 4], [1, 3, 5], ["left-out"]),
+        (7, [0, 2, 4, 6], [1, 3, 5, 0], ["padding"]),
     ],
 )
-def test_samples_that_an_epoch_has_twice_or_never(first: list[int], second: list[int], found: list[str]) -> None:
-    alone = run([step(samples=[])], passes=[[one_pass(range(8))]])
-    ranks = run(*([step(rank=rank, samples=[])] for rank in range(2)), passes=[[one_pass(first)], [one_pass(second)]])
+def test_samples_that_an_epoch_has_twice_or_never(
+    samples: int, first: list[int], second: list[int], found: list[str]
+) -> None:
+    alone = run([step(samples=[])], passes=[[one_pass(range(samples), samples=samples)]])
+    passes = [[one_pass(ids, samples=samples)] for ids in (first, second)]
+    ranks = run(*([step(rank=rank, samples=[])] for rank in range(2)), passes=passes)
     assert names(across.with_ranks(alone, ranks)) == found
-
-
-def test_padding_is_by_design() -> None:
-    alone = run([step(samples=[])], passes=[[one_pass(range(7), samples=7)]])
-    passes = [[one_pass([0, 2, 4, 6], samples=7)], [one_pass([1, 3, 5, 0], samples=7)]]
-    assert names(
-        across.with_ranks(alone, run(*([step(rank=rank, samples=[])] for rank in range(2)), passes=passes))
-    ) == ["padding"]
-
-
-def test_the_same_order_twice() -> None:
-    first, again = one_pass([3, 1, 0, 2]), one_pass([3, 1, 0, 2], **{"pass": 1})
-    other = one_pass([2, 1, 0, 3], **{"pass": 1})
-    same = run([step(world=2)], [step(rank=1, world=2)], passes=[[first, again], [first, again]])
-    assert names(checks.of_run(same)) == ["same-order-each-epoch"]
-    assert checks.of_run(run([step(world=2)], [step(rank=1, world=2)], passes=[[first, other]] * 2)) == []
-
-
-def test_unlike_numbers_of_batches() -> None:
-    passes = [[one_pass([0, 1])], [one_pass([2, 3], length=1)]]
-    assert names(checks.of_run(run([step(world=2)], [step(rank=1, world=2)], passes=passes))) == ["unlike-batches"]
 
 
 def test_what_a_resume_does_not_bring_back() -> None:
@@ -286,10 +266,7 @@ def test_a_resume_that_goes_wrong_on_another_rank_or_a_second_time() -> None:
     stopped, resumed = (run(*[[step(number, rank, 2)] for rank in (0, 1)]) for number in (1, 2))
     forgetful = run([step(2, 0, 2)], [step(2, 1, 2, state="x")])
     (found,) = not_restored(straight, [stopped], forgetful)
-    assert (found.name, found.evidence.split(": ")[0]) == (
-        "resume-optimizer",
-        "after 1 steps and a resume, on rank 1",
-    )
+    assert (found.name, found.evidence.split(": ")[0]) == ("resume-optimizer", "after 1 steps and a resume, on rank 1")
     again = run(*[[step(3, rank, 2, samples=[f"{rank}-2-{index}" for index in range(2)])] for rank in (0, 1)])
     assert list(not_restored(straight, [stopped], resumed)) == []
     (found,) = not_restored(straight, [stopped, resumed], again)
@@ -317,20 +294,27 @@ def evaluated(ids: Sequence[int], **changes: Any) -> Pass:
     return one
 
 
+FIRST = one_pass([3, 1, 0, 2])
+
+
 @pytest.mark.parametrize(
     ("first", "second", "found"),
     [
-        (evaluated([0, 2]), evaluated([1, 3]), ["evaluates-a-share"]),
-        (evaluated([0, 1]), evaluated([1, 0]), []),
-        (evaluated([0, 2], is_put_together=True), evaluated([1, 3], is_put_together=True), []),
-        (evaluated([0, 2], is_complete=False), evaluated([1, 3]), []),
-        (evaluated([0, 2], is_put_together=True), evaluated([1, 0], is_put_together=True), ["evaluates-twice"]),
-        (evaluated([0, 2], is_put_together=True), evaluated([1, 0], is_trimmed=True), []),
-        (evaluated([0, 1], is_put_together=True), evaluated([0, 1]), []),
+        ([FIRST, one_pass([3, 1, 0, 2], **{"pass": 1})], None, ["same-order-each-epoch"]),
+        ([FIRST, one_pass([2, 1, 0, 3], **{"pass": 1})], None, []),
+        ([one_pass([0, 1])], [one_pass([2, 3], length=1)], ["unlike-batches"]),
+        ([evaluated([0, 2])], [evaluated([1, 3])], ["evaluates-a-share"]),
+        ([evaluated([0, 1])], [evaluated([1, 0])], []),
+        ([evaluated([0, 2], is_put_together=True)], [evaluated([1, 3], is_put_together=True)], []),
+        ([evaluated([0, 2], is_complete=False)], [evaluated([1, 3])], []),
+        ([evaluated([0, 2], is_put_together=True)], [evaluated([1, 0], is_put_together=True)], ["evaluates-twice"]),
+        ([evaluated([0, 2], is_put_together=True)], [evaluated([1, 0], is_trimmed=True)], []),
+        ([evaluated([0, 1], is_put_together=True)], [evaluated([0, 1])], []),
     ],
 )
-def test_an_evaluation_of_which_each_rank_has_a_share(first: Pass, second: Pass, found: list[str]) -> None:
-    passes = [[first], [second]]
+def test_passes_of_two_ranks(first: list[Pass], second: list[Pass] | None, found: list[str]) -> None:
+    """Orders that repeat, unlike numbers of batches, and evaluations of which each rank has a share."""
+    passes = [first, second or first]
     assert names(checks.of_run(run([step(world=2)], [step(rank=1, world=2)], passes=passes))) == found
 
 

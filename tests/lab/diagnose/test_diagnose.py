@@ -216,8 +216,7 @@ def test_what_could_not_be_looked_at_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("end", "is_told"),
-    [("sys.at_the_end = Killer()", False), ("os.kill(os.getpid(), signal.SIGABRT)", True)],
+    ("end", "is_told"), [("sys.at_the_end = Killer()", False), ("os.kill(os.getpid(), signal.SIGABRT)", True)]
 )
 def test_a_signal_while_the_interpreter_ends_is_no_fault_of_the_script(tmp_path: Path, end: str, is_told: bool) -> None:
     killer = "class Killer:\n    def __del__(self, kill=os.kill):\n        kill(os.getpid(), signal.SIGABRT)\n"

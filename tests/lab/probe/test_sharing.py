@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,22 +71,3 @@ def test_trainings_on_unlike_cpus_agree_and_are_on_the_page() -> None:
     other = kept[0] | {"cpu": "another", "weights_sha256": "d" * 64}
     (line,) = portable_runs.differences([*kept, other])
     assert f"{'d' * 12} on another" in line
-
-
-@pytest.mark.usefixtures("found")
-def test_a_record_is_kept_once_and_anything_else_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept, new = tmp_path / "seen.json", tmp_path / "new.json"
-    kept.write_text("[]")
-    new.write_text(json.dumps(shared(capsys)))
-    monkeypatch.setattr(machines_seen, "KEPT", kept)
-    monkeypatch.setattr(machines_seen, "PAGE", page := tmp_path / "seen.md")
-    page.write_text(f"before\n{machines_seen.BEGIN}\n{machines_seen.END}\nafter\n")
-    monkeypatch.setattr("sys.argv", ["machines_seen", str(new), str(new)])
-    assert machines_seen.main() == 0
-    assert re.search(r"^before\n[^~]*\| 3 of 3 \| none \|\n[^~]*\nafter\n$", page.read_text())
-    assert len(json.loads(kept.read_text())) == 1
-    new.write_text("{}")
-    assert machines_seen.main() == 2
-    assert "is no record" in capsys.readouterr().err

@@ -64,19 +64,9 @@ def write_run(
     return path
 
 
-def single() -> Layout:
-    """The layout of one process on the CPU."""
-    return Layout()
-
-
 def ddp(count: int) -> Layout:
     """The layout of `count` processes on one node's CPU."""
     return Layout(kind="ddp", nproc_per_node=count)
-
-
-def dp(count: int) -> Layout:
-    """The layout of `count` replicas in CPU threads."""
-    return Layout(kind="dp", nproc_per_node=count)
 
 
 def write_claim(output: Path, **fields: Any) -> Path:
@@ -114,13 +104,13 @@ def write_drill(output: Path, **fields: Any) -> Path:
 def write_everything(output: Path) -> None:
     """Write runs on every layout, of several seeds and in every state; broken directories; claims and a drill."""
     for seed in (0, 1, 2):
-        write_run(output, single(), seed=seed, speed=1000 + seed, digest=f"{seed}" * 64)
+        write_run(output, Layout(), seed=seed, speed=1000 + seed, digest=f"{seed}" * 64)
         write_run(output, ddp(2), seed=seed, speed=1800 + seed, digest=f"{seed}" * 64)
-    write_run(output, dp(2), speed=700, digest="0" * 64)
+    write_run(output, Layout(kind="dp", nproc_per_node=2), speed=700, digest="0" * 64)
     write_run(output, ddp(4), status="running", steps=10)
     write_run(output, ddp(2), status="failed", steps=0, message="Traceback: <b>bad</b> & worse", exit_code=5)
     write_run(output, ddp(2), status="stopped", steps=10, reduction="plain")
-    write_run(output, single(), name="toy", steps=0)
+    write_run(output, Layout(), name="toy", steps=0)
     (output / "digits" / "ddp-1x2-cpu-20260101T000100Z-aaaaaa" / "checkpoints").mkdir(parents=True)
     for name, content in {
         "bbbbbb": '{"format": "ddp-run/1", "exp',

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 
 from ddp_core.base.errors import ExitCode
+from ddp_core.config.layout import Layout
 from ddp_lab.report import main
 from ddp_lab.report.serving import make_server
-from tests.lab.report.files import single, write_claim, write_run
+from tests.lab.report.files import write_claim, write_run
 from tests.support.processes import HANG
 from tests.support.wording import refusing
 
 
 def test_the_command_writes_and_says_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(tmp_path, single(), steps=0)
+    write_run(tmp_path, Layout(), steps=0)
     write_claim(tmp_path, series=[])
     (tmp_path / "digits" / "ddp-1x2-cpu-20260101T000100Z-aaaaaa" / "checkpoints").mkdir(parents=True)
     assert main(["--output", str(tmp_path), "--to", str(tmp_path / "here")]) == 0

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from ddp_core.base.digests import weights_digest
+from ddp_core.config.layout import Layout
 from ddp_lab.report.contents import build_report
 from ddp_lab.report.page import render, write_report
 from ddp_lab.report.reading.families import find_families
 from ddp_lab.report.reading.runs import read_runs
-from tests.lab.report.files import ddp, single, write_claim, write_everything, write_run
+from tests.lab.report.files import ddp, write_claim, write_everything, write_run
 from tests.support.processes import HANG
 from tests.support.records import an_attempt
 
@@ -73,7 +74,7 @@ def test_every_state_is_told(page: str) -> None:
 def test_markup_in_names_stays_text(tmp_path: Path) -> None:
     evil = '"><script>alert(1)</script>'
     odd = {"question": evil, "command": evil, "environment": {"host": evil, "x": evil}, "message": evil}
-    write_run(tmp_path, single(), steps=0, **odd)
+    write_run(tmp_path, Layout(), steps=0, **odd)
     series = {
         "title": evil,
         "x": {"name": evil, "values": [1, 2]},
@@ -106,7 +107,7 @@ def page_without_one(output: Path, verdict: str, left_out: str) -> str:
 
 
 def test_weights_that_are_not_those_of_the_record_are_seen(tmp_path: Path) -> None:
-    for layout in (single(), ddp(2), ddp(4)):
+    for layout in (Layout(), ddp(2), ddp(4)):
         path = write_run(tmp_path, layout)
     save_file({"weight": torch.zeros(2)}, path / "model.safetensors")
     page = page_without_one(tmp_path, "other weights than recorded", "other weights than recorded")
@@ -123,7 +124,7 @@ def test_weights_that_are_not_those_of_the_record_are_seen(tmp_path: Path) -> No
 
 
 def test_a_broken_promise_is_seen_and_its_run_is_no_reference(tmp_path: Path) -> None:
-    for layout in (single(), ddp(2)):
+    for layout in (Layout(), ddp(2)):
         write_run(tmp_path, layout)
     broken = {"step": 3, "what": "micro-batch 7 has other bits", "attempt": 0}
     attempts = [an_attempt(guard={"mode": "normal", "seconds": {"again": 0.1}})]

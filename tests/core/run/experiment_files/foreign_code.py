@@ -16,15 +16,13 @@ CASE = os.environ.get("CASE", "")
 
 
 class Net(nn.Module):
-    """A small network that may ask whether it is cut."""
+    """A small network."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if CASE == "asks whether it is cut" and type(self) is not Net:  # fully_shard gives it another class
-            inputs = inputs + inputs.square()
         return self.last(torch.tanh(self.norm(self.first(inputs))))
 
 
