@@ -107,6 +107,12 @@ def test_what_trains_has_room_time_and_the_health_check_of_the_image() -> None:
     assert re.search(r'^HEALTHCHECK .*CMD \["ddp", "health"\]$', DOCKERFILE, re.MULTILINE)
 
 
+def test_nodes_get_gpus_as_the_gpu_services_do() -> None:
+    node = read("compose.gpu.yaml")["services"]["node"]
+    assert node.items() >= {part: SERVICES["ddp-4gpu"][part] for part in ("deploy", "ulimits")}.items()
+    assert (node["image"], node["environment"]["DEVICE"]) == (IMAGE["cuda"], "cuda")
+
+
 def test_plain_up_runs_one_layout_that_needs_no_gpu() -> None:
     assert [name for name, service in SERVICES.items() if "profiles" not in service] == ["ddp-cpu"]
 

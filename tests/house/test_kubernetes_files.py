@@ -87,6 +87,24 @@ def test_only_pods_of_the_job_reach_each_other(name: str) -> None:
 
 
 @each_job
+def test_pods_find_the_first_one_and_agree_on_an_id(name: str) -> None:
+    found = documents(name)
+    (container,) = pod_spec(found)["containers"]
+    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert "--rdzv-id $(JOB_UID)" in " ".join(container["args"])
+    assert (job_spec(found)["completions"], job_spec(found)["parallelism"]) == (2, 2)
+    if name == "trainjob":
+        # Kubeflow refuses a TrainJob that sets these itself.
+        assert not [name for name in variables if name.startswith("PET_")]
+        (trainer,) = [part["spec"]["trainer"] for part in found if part["kind"] == "TrainJob"]
+        assert trainer == {"numNodes": 2, "numProcPerNode": 2}
+    else:
+        first = "node-0-0" if name == "jobset" else "0"
+        host = f"{job_name(name)}-{first}.{job_name(name)}"
+        assert (variables["PET_NNODES"], variables["PET_MASTER_ADDR"]) == ("2", host)
+
+
+@each_job
 def test_several_pods_write_to_a_claim_that_all_machines_can_write_to(name: str) -> None:
     (claim,) = [each for each in documents(name) if each["kind"] == "PersistentVolumeClaim"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]

@@ -15,7 +15,7 @@ from ddp_lab.claims.framework import suite
 from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim, composed
 from ddp_lab.claims.framework.document import pages
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.framework.statistics import FAMILY
+from ddp_lab.claims.framework.statistics import FAMILY, ratio_interval
 from ddp_lab.records import COUNT, Axis, Figure, Line, Part, Series
 from ddp_lab.report.reading.claims import read_findings
 from tests.lab.claims.measurements import judged
@@ -189,6 +189,29 @@ def test_a_figure_that_cannot_be_fails_the_run(setting: Setting) -> None:
     said: list[str] = []
     assert suite.measure_all([known], setting, said.append) == suite.FAILED
     assert "C99: bytes is 0, and has to be greater than 0" in said
+
+
+def test_verdicts_of_a_run_are_those_that_holm_allows_for_all_of_its_claims(setting: Setting) -> None:
+    """Ten rounds that agree are too few for the strictest step, and enough for the last of a family that has agreed."""
+
+    def tested(number: str, rounds: int) -> KnownClaim:
+        def judge(measurements: dict[str, Any]) -> Judgement:
+            ratio = ratio_interval([2.0] * rounds, [1.0] * rounds)
+            return Judgement(
+                "confirmed" if ratio.above() else "inconclusive", "timed", [ratio.figure("r", against=1.0)]
+            )
+
+        return KnownClaim(replace(made_up(None).claim, id=number), lambda _: {}, judge, "")
+
+    few = tested("C98", 10)
+    suite.measure_all([few], setting, lambda _: None)
+    alone = suite.read(setting.claims / "C98.json")
+    suite.measure_all([few, *(tested(f"C{number}", 11) for number in range(60, 85))], setting, lambda _: None)
+    together = suite.read(setting.claims / "C98.json")
+    assert alone is not None
+    assert together is not None
+    assert (alone["verdict"], together["verdict"]) == ("inconclusive", "confirmed")
+    assert together["allowed_p"] > alone["allowed_p"]
 
 
 def test_the_family_is_what_the_claims_declare() -> None:
