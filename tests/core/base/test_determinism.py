@@ -96,6 +96,18 @@ def test_a_samples_numbers_depend_on_seed_epoch_and_id_alone(seed: int, epoch: i
             assert together[row, draw] == (word >> 11) / 2**53
 
 
+def test_a_micro_batch_has_its_own_numbers_at_every_time() -> None:
+    keys = [(seed, step, micro_batch) for seed in (7, 8) for step in range(20) for micro_batch in range(20)]
+
+    def drawn(seed: int, step: int, micro_batch: int) -> float:
+        MicroBatchSeed(seed, CPU)(step, micro_batch)
+        return torch.rand(1).item()
+
+    found = {key: drawn(*key) for key in keys}
+    assert len(set(found.values())) >= 799, "800 draws of 24 bits: two of the same are likely once in fifty times"
+    assert drawn(7, 5, 2) == found[7, 5, 2]
+
+
 DRAWS: dict[str, Callable[[], Tensor]] = {
     "dropout": lambda: functional.dropout(torch.ones(50), 0.4),
     "alpha dropout": lambda: functional.alpha_dropout(torch.ones(50), 0.3, training=True),
