@@ -15,8 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 SECONDS = 60
@@ -116,18 +114,6 @@ def at_once(phases: Generator[None, None, Any]) -> Any:
             return end.value
 
 
-class Channel:
-    """What `ddp_core.reduction.communication.Channel` does, at once."""
-
-    device = torch.device("cpu")
-
-    def submit(self, transfer: Any, like: Tensor) -> torch.futures.Future[Tensor]:
-        """Run a transfer to its end."""
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(at_once(transfer))
-        return future
-
-
 def _all_gather_object(found: list[Any], own: object, group: ThreadGroup) -> None:
     for peer in range(group.size()):
         group.wires.objects(group.rank(), peer).put(own)
@@ -146,18 +132,6 @@ def _all_to_all(out: Tensor, own: Tensor, receives: Sequence[int], sends: Sequen
 def _all_gather(whole: Tensor, own: Tensor, group: ThreadGroup) -> None:
     size = [own.numel()] * group.size()
     _all_to_all(whole, own.repeat(group.size()), size, size, group)
-
-
-def _gather_object(own: object, found: list[Any] | None, group: ThreadGroup, group_dst: int) -> None:
-    assert (found is None) == (group.rank() != group_dst)
-    _all_gather_object(found or [None] * group.size(), own, group)
-
-
-def _all_reduce(tensor: Tensor, operation: dist.ReduceOp, group: ThreadGroup) -> None:
-    assert operation == dist.ReduceOp.MAX
-    everyones = [torch.empty_like(tensor)] * group.size()
-    _all_gather_object(everyones, tensor.clone(), group)
-    tensor.copy_(torch.stack(everyones).amax(0))
 
 
 def _message(operation: str, tensor: Tensor, group: ThreadGroup, group_peer: int) -> Callable[[], Work]:
@@ -189,14 +163,8 @@ def use_threads(patch: pytest.MonkeyPatch, backend: str = "gloo") -> None:
     )
     patch.setattr("ddp_core.reduction.collectives.dist", COLLECTIVES)
     patch.setattr("ddp_core.reduction.agreement.dist", SimpleNamespace(all_gather_object=_all_gather_object))
-    ends = {name: getattr(dist, name) for name in ("is_initialized", "destroy_process_group")}
-    patch.setattr(
-        "ddp_core.reduction.communication.dist",
-        SimpleNamespace(all_reduce=_all_reduce, ReduceOp=dist.ReduceOp, **ends),
-    )
     patch.setattr("ddp_core.reduction.communication.carries_host_memory", lambda _: True)
     patch.setattr("ddp_core.reduction.communication.own_group", ThreadGroup.own)
-    patch.setattr("ddp_core.sharding.owns_part.dist", SimpleNamespace(gather_object=_gather_object))
 
 
 def on_threads(world_size: int, function: Callable[[Any], Any]) -> list[Any]:
