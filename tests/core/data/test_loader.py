@@ -275,12 +275,6 @@ def test_a_worker_that_hangs_ends_with_its_parent(tmp_path: Path) -> None:
     worker.wait(timeout=HANG)
 
 
-def test_what_fails_in_a_worker_is_raised_here() -> None:
-    with pytest.raises(KeyError, match="7"):
-        list(Loader(Made(lambda index: {}[7]), workers=1).stream(requests()))
-    assert not multiprocessing.active_children()
-
-
 class RunsOut(OneByOne):
     """A data set that reads from an iterator which is shorter than it."""
 
