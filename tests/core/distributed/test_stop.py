@@ -29,7 +29,7 @@ from ddp_core.record.directory import find_runs
 from tests.core.run.test_repeat import BEGIN
 from tests.distributed.asking import Send, has_begun, to_every_process, to_its_group, to_the_command
 from tests.faults.matrix import record_row
-from tests.support.commands import ddp, forked, running, train, trained, wait_until
+from tests.support.commands import forked, running, train, trained, wait_until
 from tests.support.layout_cases import ADAMW_MLP
 from tests.support.processes import HANG
 
@@ -97,16 +97,6 @@ def test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened(
     check_the_end(tmp_path, undisturbed)
     if words:
         record_row(28, f"{number.name} to {' '.join(layout) or 'single'}, with loader processes: 75, saved")
-
-
-@pytest.mark.slow
-def test_a_schedulers_early_signal_and_a_time_limit_stop_alike(tmp_path: Path, undisturbed: tuple[str, str]) -> None:
-    stop(tmp_path, "--stop-signal", "USR1", number=signal.SIGUSR1, send=to_the_command)
-    words = [*WORDS, "--resume", "auto", "--fault", "slow@1", "--max-seconds", "0.5", "--fault", "slow@12"]
-    ended = ddp("train", *words, "--device", "cpu", "--output", tmp_path)
-    assert ended.code == 75
-    assert "time limit" in trained(tmp_path)[1]["message"]
-    check_the_end(tmp_path, undisturbed)
 
 
 SLOW_MODEL = """
