@@ -221,6 +221,12 @@ def test_a_signal_that_the_launcher_must_confirm_counts_once_it_has(tmp_path: Pa
         assert stop_request.reason == "SIGTERM"
 
 
+@pytest.mark.parametrize(("seconds", "reason"), [(600.0, None), (0.0, "time limit")])
+def test_a_time_that_is_up_is_a_request(seconds: float, reason: str | None) -> None:
+    request = StopRequest(max_seconds=seconds)
+    assert (request.requested, request.reason) == (reason is not None, reason)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [(), DDP, SPAWN], ids=["single", "torchrun", "spawn"])
 def test_nohup_outlives_its_terminal(tmp_path: Path, layout: tuple[str, ...]) -> None:
