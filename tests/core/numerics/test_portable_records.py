@@ -31,9 +31,10 @@ def test_a_portable_fingerprint_names_the_rules_and_no_cpu(monkeypatch: pytest.M
     assert len(fingerprint_differences(native, {})) == len(native)
     monkeypatch.setattr(module, "cpu_model", lambda: "another")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     monkeypatch.setenv("MKL_CBWR", "another")
     assert fingerprint_differences(fingerprint(CPU, RULES), here) == []
-    assert len(fingerprint_differences(fingerprint(CPU), native)) == 3
+    assert len(fingerprint_differences(fingerprint(CPU), native)) == 4
     assert fingerprint_differences(native, here) == ["numerics: here native, there portable"]
     assert (here["numerics"], here["numerics_rules"]) == ("portable", RULES)
     assert fingerprint_differences(fingerprint(CPU, RULES + 1), here) == [
