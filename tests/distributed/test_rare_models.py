@@ -17,7 +17,6 @@ import numpy as np
 from ddp_core.data.augment import Augmentation
 
 class NoGradient(torch.autograd.Function):  # keeps the gradient of `scale` to itself
-
     @staticmethod
     def forward(ctx, inputs, scale):
         ctx.save_for_backward(scale)
