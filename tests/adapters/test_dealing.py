@@ -78,13 +78,7 @@ def test_data_that_cannot_be_dealt_is_refused() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("adapter", "package"),
-    [
-        ("lightning", "lightning"),
-        ("fabric", "lightning"),
-        ("accelerate", "accelerate"),
-        ("transformers", "transformers"),
-    ],
+    ("adapter", "package"), [("lightning",) * 2, ("fabric", "lightning"), ("accelerate",) * 2, ("transformers",) * 2]
 )
 def test_a_missing_package_is_one_clear_error(adapter: str, package: str) -> None:
     said = ask(import_without, adapter, package)

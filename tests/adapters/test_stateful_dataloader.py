@@ -69,20 +69,6 @@ def test_the_epoch_after_a_resumed_one_is_whole(workers: int) -> None:
     assert other != whole
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_epoch_is_in_the_loaders_state(workers: int) -> None:
-    first = Rank(64, workers=workers)
-    first.sampler.set_epoch(5)
-    trained, state = first.train(1)
-    for choose in (False, True):
-        resumed = Rank(64, workers=workers)
-        resumed.loader.load_state_dict(state)
-        if choose:
-            resumed.sampler.set_epoch(5)
-        assert sorted(trained + numbers(resumed.loader)) == list(range(64))
-        assert resumed.sampler.epoch == 5
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_state_saved_at_the_end_begins_the_epoch_that_is_chosen(workers: int, drop_last: bool) -> None:

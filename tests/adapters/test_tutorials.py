@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.adapters.plain_loop import plain_digest
-from tests.adapters.tutorials import blocks, changed, launch, only_digest, refused, run
+from tests.adapters.tutorials import blocks, changed, launch, only_digest, refused
 
 TRAINER, FABRIC = blocks("exact-with-lightning.md", "python")
 EXACT_TRAINER, EXACT_FABRIC = map(changed, (TRAINER, FABRIC), blocks("exact-with-lightning.md", "diff"))
@@ -157,21 +157,6 @@ def test_what_is_drawn_or_shuffled_is_the_same_on_any_number_of_ranks(
 ) -> None:
     assert draws in script, "the page is written otherwise now, and this test has not changed its script"
     assert only_digest(launch(script, 2, tmp_path), 2) == only_digest(launch(same, 1, tmp_path), 1)
-
-
-@pytest.mark.slow
-@pytest.mark.extras("accelerate")
-def test_noise_in_evaluation_data_is_a_warning(tmp_path: Path) -> None:
-    evaluation = """
-draws = __import__("random").Random(0)
-noisy = DataLoader(data, batch_size=100, collate_fn=lambda batch: torch.tensor([draws.random() for _ in batch]))
-model.eval()
-assert len(list(accelerator.prepare(noisy))) == 10
-accelerator.end_training()
-"""
-    ended = run(EXACT_LOOP.replace("accelerator.end_training()", evaluation), 1, tmp_path)
-    assert ended.code == 0, ended.errors
-    assert ended.errors.count("in an evaluation, micro-batch 0 of epoch 0") == 1
 
 
 IN_THE_MIDDLE = "in the middle of a step"

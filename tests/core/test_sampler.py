@@ -199,7 +199,7 @@ def test_an_iterator_continues_where_any_other_stopped(
     """What torchdata's StatefulDataLoader does with it: the iterator's state counts what was handed out."""
     options = {"shuffle": shuffle, "drop_last": drop_last, "seed": 2}
     seen: list[int] = []
-    state = iter(ElasticSampler(range(length), 1, 0, **options)).state_dict()
+    state = iter(ElasticSampler(range(length), 1, 0, **options)).state_dict() | {"epoch": 3}
     for world_size, taken in stays:
         states = []
         samplers = [ElasticSampler(range(length), world_size, rank, **options) for rank in range(world_size)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddp_core.record.reading import Run
-from tests.distributed.resuming import digests
+from tests.distributed.resuming import digests, kill_at
 from tests.support.commands import ddp, train, trained
 
 FILES = Path(__file__).with_name("experiment_files")
@@ -66,8 +66,7 @@ def test_what_is_trained_changes_with_the_callback(tmp_path: Path) -> None:
 def test_a_resumed_run_trains_what_the_killed_one_did(tmp_path: Path) -> None:
     expected = digests(train(tmp_path / "whole", *changing("usual")))
     words = [*changing("usual"), "--checkpoint-every", "3"]
-    cut = ("--fault", "kill@5", "--synchronous-save", "--device", "cpu", "--output", tmp_path / "cut")
-    assert ddp("train", *words, *cut).code != 0
+    kill_at(tmp_path / "cut", 5, *words)
     record = train(tmp_path / "cut", *words, "--resume", "auto", ranks=2)
     assert len(record["attempts"]) == 2
     assert digests(record) == expected

@@ -9,7 +9,7 @@ import pytest
 
 from ddp_core.cli.compare import facts
 from ddp_core.record.reading import Run
-from tests.support.commands import Ended, ddp, train, trained
+from tests.support.commands import ddp, train, trained
 
 STOPS = str(Path(__file__).with_name("experiment_files") / "stops.py")
 DP = ("--layout", "dp", "--nproc-per-node", "2")
@@ -33,12 +33,6 @@ def kind(name: str) -> tuple[str, ...]:
     return (STOPS, "--set", f"data.asks={name}")
 
 
-def refused(output: Path, name: str, *words: str) -> Ended:
-    found = ddp("train", *kind(name), *words, "--device", "cpu", "--output", output, "--max-restarts", "0")
-    assert (found.code, "Traceback" in found.errors) == (2, False), found.errors
-    return found
-
-
 def test_the_record_tells_where_and_why_it_ended(alone: tuple[Run, tuple[Any, ...]]) -> None:
     run, _ = alone
     assert run.status == "completed"
@@ -59,7 +53,9 @@ def test_patience_survives_a_kill_and_another_layout(alone: tuple[Run, tuple[Any
 
 @pytest.mark.full
 def test_what_one_rank_alone_asks_for_is_refused(tmp_path: Path) -> None:
-    found = refused(tmp_path, "rank 1", *DDP)
+    words = (*kind("rank 1"), *DDP, "--device", "cpu", "--output", tmp_path, "--max-restarts", "0")
+    found = ddp("train", *words)
+    assert (found.code, "Traceback" in found.errors) == (2, False), found.errors
     assert "OnRankOne asked to end the run on rank 1 of 2 alone (rank 1 has had enough)" in found.errors
 
 
@@ -87,10 +83,3 @@ def test_a_run_that_ended_early_is_extended_by_a_longer_one_alone(tmp_path: Path
     longer = train(tmp_path, STOPS, "--resume", "auto", "--set", "epochs=50")
     assert longer["ended_early"]["step"] == 16, "the next evaluation was no better either"
     assert longer["ended_early"]["of"] == 200
-
-
-@pytest.mark.slow
-def test_stop_iteration_is_answered_with_what_to_write(tmp_path: Path) -> None:
-    found = refused(tmp_path, "raises")
-    assert f"{STOPS}:" in found.errors
-    assert 'Raises raised StopIteration: to end the run early, call moment.stop("the reason")' in found.errors

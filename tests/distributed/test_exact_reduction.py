@@ -30,22 +30,17 @@ def results(world_size: int) -> list[dict]:
 
 
 @functools.cache
-def reference(name: str) -> str:
-    """The digest of a case in one process without a process group."""
-    (result,) = results_of_one_process()
-    return result[name]
-
-
-@functools.cache
-def results_of_one_process() -> list[dict]:
-    return run_processes(cases.everything_on_one_process, 1)
+def reference() -> dict[str, str]:
+    """The digest of each case in one process without a process group."""
+    (result,) = run_processes(cases.everything_on_one_process, 1)
+    return result
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("way", cases.WAYS)
 @pytest.mark.parametrize("name", cases.TRAININGS)
 def test_a_training_ends_with_one_digest_on_every_world_size(name: str, way: str, world_size: int) -> None:
-    assert {result["digests"][name, way] for result in results(world_size)} == {reference(name)}
+    assert {result["digests"][name, way] for result in results(world_size)} == {reference()[name]}
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -129,7 +124,7 @@ def test_trainings_on_nodes_of_any_shape_end_with_the_digest_of_one_process(thor
     first, *others = run_processes(level_cases.trainings, 6, thorough)
     for (world, name, way), digest in first.items():
         found = {digest, *(other[world, name, way] for other in others)}
-        assert found == {reference(name)}, (world, way)
+        assert found == {reference()[name]}, (world, way)
 
 
 @pytest.mark.parametrize("world", ["2 x 2", "3 x 2"])

@@ -78,15 +78,13 @@ def test_verify_follows_the_line_of_parents(child: tuple[Path, tuple[str, str]],
     ("words", "said"),
     [
         (("--set", "seed=4"), "which samples come when"),
-        pytest.param(("--set", "last_batch=keep"), "which samples come when", marks=pytest.mark.slow),
         pytest.param(("--set", "ema_decay=0.9"), "hold no averaged weights", marks=pytest.mark.slow),
-        pytest.param(("--at", "7"), "of these steps it has one: 10, 12", marks=pytest.mark.slow),
         pytest.param(("--at", "12"), "set more epochs or max_steps", marks=pytest.mark.slow),
         pytest.param(("--init-from", "x.pt"), "give one of them", marks=pytest.mark.slow),
     ],
 )
 def test_what_a_fork_cannot_be_is_refused(parent: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    assert said in refused(tmp_path, "--fork", str(parent), *words, code=3 if "7" in words else 2)
+    assert said in refused(tmp_path, "--fork", str(parent), *words)
     assert not any(tmp_path.iterdir())
 
 

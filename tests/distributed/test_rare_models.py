@@ -8,22 +8,15 @@ from typing import Any
 
 import pytest
 
+from tests.core.run.test_repeat import BEGIN
 from tests.support.commands import Ended, ddp, trained
 
-BEGIN = '''"""Does it end alike, or is it refused?"""
+RARE = """
+import dataclasses
 import numpy as np
-import torch
-from torch import nn
-from ddp_core import Component, Experiment, InMemory, Optimizer, Splits
 from ddp_core.data.augment import Augmentation
 
-
-USES = {"sometimes": (0.0, 0.3), "later": (0.9, 1.0)}  # with this seed from the first step on, and from the second
-
-
-class NoGradient(torch.autograd.Function):
-    """Keeps the gradient of `scale` to itself."""
-
+class NoGradient(torch.autograd.Function):  # keeps the gradient of `scale` to itself
     @staticmethod
     def forward(ctx, inputs, scale):
         ctx.save_for_backward(scale)
@@ -33,69 +26,55 @@ class NoGradient(torch.autograd.Function):
     def backward(ctx, gradient):
         return gradient * ctx.saved_tensors[0], None
 
-
 class Net(nn.Module):
-    def __init__(self, kind):
+    def __init__(self):
         super().__init__()
-        self.kind = kind
-        self.layer = nn.Linear(13, 1, dtype=torch.float64 if kind == "float64" else None)
-        dtype = torch.complex64 if kind == "complex" else self.layer.weight.dtype
-        self.scale = nn.Parameter(torch.full((1,), 2.0, dtype=dtype))
-        if kind in USES:
-            self.other = nn.Linear(1, 1)
+        self.layer, self.scale = nn.Linear(8, 2), nn.Parameter(torch.full((1,), 2.0))
+        {init}
 
     def forward(self, inputs):
         outputs = self.layer(inputs.to(self.layer.weight.dtype))
-        if self.kind == "no gradient":
-            return NoGradient.apply(outputs, self.scale).flatten()
-        if self.kind in USES:
-            # What is drawn here follows from step and micro-batch.
-            low, high = USES[self.kind]
-            if not low <= float(torch.rand(())) < high:
-                outputs = self.other(outputs)
-        return (outputs * self.scale.abs()).flatten()
+        return {outputs}
 
-
-def net(kind="plain"):
-    made = Net(kind)
-    if kind == "compiled":
-        made.compile()
-    elif kind == "layer compiled":
-        made.layer.compile(backend="eager")
-    elif kind == "layer replaced":
-        made.layer = torch.compile(made.layer, backend="eager")
+def model():
+    made = Net()
+    {change}
     return made
 
+def shifted(inputs, uniforms):  # in memory that begins where torch's own never does
+    moved = np.concatenate([np.zeros((1, 8), np.float32), inputs.numpy() + uniforms.astype(np.float32)])
+    return torch.from_numpy(moved[1:])
 
-def shifted(inputs, uniforms):
-    """Inputs in memory that begins where torch's own never does."""
-    shifted = np.concatenate([np.zeros((1, 13), np.float32), inputs.numpy() + uniforms.astype(np.float32)])
-    return torch.from_numpy(shifted[1:])
+_data = data
 
-
-def points():
-    generator = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(48, 13, generator=generator), torch.randn(48, generator=generator)
-    return Splits(train=InMemory(inputs, targets), augmentation=Augmentation(1, shifted))
-
-
-def loss(outputs, targets):
-    return ((outputs - targets) ** 2).sum()
-
-
-experiment = Experiment(
-    name="rare", model=Component(name="net"), data=Component(name="points"), loss="loss", epochs=1,
-    optimizer=Optimizer(name="adamw", lr=0.01), global_batch_size=12, micro_batch=4, reduction="exact",
-)
-'''
+def data():
+    return dataclasses.replace(_data(), augmentation=Augmentation(1, shifted))
+"""
+SCALED = "outputs * self.scale.abs()"
+OTHER = {"init": "self.other = nn.Linear(2, 2)"}
+# What is drawn follows from step and micro-batch: the other layer is left out from the first step on, or later.
+OR_OTHER = "outputs * self.scale if torch.rand(()) {} else self.other(outputs) * self.scale"
+KINDS: dict[str, dict[str, str]] = {
+    "float64": {"change": "made.double()"},
+    "complex": {"init": "self.scale = nn.Parameter(torch.ones(1, dtype=torch.complex64))"},
+    "no gradient": {"outputs": "NoGradient.apply(outputs, self.scale)"},
+    "sometimes": {**OTHER, "outputs": OR_OTHER.format("< 0.3")},
+    "later": {**OTHER, "outputs": OR_OTHER.format("> 0.9")},
+    "compiled": {"change": "made.compile()"},
+    "layer compiled": {"change": "made.layer.compile(backend='eager')"},
+    "layer replaced": {"change": "made.layer = torch.compile(made.layer, backend='eager')"},
+}
 RANKS = ("--layout", "ddp", "--nproc-per-node", "2")
 UNUSED = ("--set", "ddp.find_unused_parameters=true")
 
 
 def run(output: Path, kind: str, *words: str) -> Ended:
-    file = output.parent / "rare.py"
-    file.write_text(BEGIN)
-    return ddp("train", file, "--device", "cpu", "--output", output, "--set", f"model.kind={kind}", *words)
+    file, parts = output.parent / "mine.py", {"init": "pass", "outputs": SCALED, "change": "pass", **KINDS[kind]}
+    text = RARE
+    for name, part in parts.items():
+        text = text.replace(f"{{{name}}}", part)
+    file.write_text(BEGIN + text)
+    return ddp("train", file, "--device", "cpu", "--output", output, *words)
 
 
 def ends(output: Path, kind: str, *words: str) -> tuple[str, list[Any]]:

@@ -93,21 +93,3 @@ def test_a_checkpoint_is_the_same_state_with_any_shard_mode(tmp_path: Path) -> N
         assert sizes[-1] < 2 * sizes[0], "each rank writes its part"
         found.append((checkpoint.shapes, *digests))
     assert found[1:] == found[:-1]
-
-
-@pytest.mark.slow
-def test_an_evaluation_gives_the_same_figures_whichever_ranks_have_batches(tmp_path: Path) -> None:
-    """With sharded parameters each forward of it gathers; a block of 65,536 elements is gathered by itself."""
-    short = [ADAMW_MLP, "--set", "model.width=1100", "--set", "max_steps=3", "--set"]
-    # Three ranks have two of four batches, one or none.
-    cases = {
-        "four": [*short, "evaluation.samples_per_batch=100"],
-        "one": [*short, "evaluation.samples_per_batch=999"],
-        "rank 0 has all": [*short, "evaluation.samples_per_batch=100", "--set", "evaluation.where=rank0"],
-    }
-    digests(cases, tmp_path / "alone", "single", 1)
-    digests(cases, tmp_path / "sharded", "ddp", 3, shard="parameters")
-    for number, name in enumerate(cases):
-        alone, sharded = (trained(tmp_path / each / str(number))[1]["result"] for each in ("alone", "sharded"))
-        for figure in ("test_loss", "test_accuracy"):
-            assert sharded[figure] == alone[figure], name

@@ -9,107 +9,73 @@ from pathlib import Path
 import pytest
 
 from ddp_core.record.directory import find_runs
+from tests.core.run.test_repeat import BEGIN, TWO
 from tests.support.commands import Ended, ddp
 
-BEGIN = """
-import torch
-from torch import nn
-from ddp_core import Callback, Experiment, InMemory, Splits
-
-def data():
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(48, 8, generator=generator)
-    targets = (inputs.sum(1) > 0).long()
-    return Splits(InMemory(inputs, targets), InMemory(inputs[:16], targets[:16]))
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 7), nn.Linear(7, 2)
-
-    def forward(self, inputs):
-        return self.b(torch.relu(self.a(inputs)))
-
-def model():
-    return Net()
-
+CALLBACK = """
 class Changes(Callback):
     ranks = "all"
 
     @torch.no_grad()
     def on_epoch(self, moment):
-        change(moment.model)
-
-experiment = Experiment(name="mine", global_batch_size=16, micro_batch=4, epochs=2)
-"""
-OPTIMIZER = """
-def optimizer(model, lr: float = 0.05):
-    made = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    made.register_step_post_hook(lambda *_: after_step(model))
-    return made
-"""
-CALLBACK = """
-def change(model):
-    {}
-    for each in model.parameters():
-        each.mul_(0.5)
+        model = moment.model
+        {}
+        for each in model.parameters():
+            each.mul_(0.5)
 
 callbacks = [Changes()]
 """
-FILES = {
-    "a clamp after each step": OPTIMIZER
-    + """
-@torch.no_grad()
-def after_step(model):
-    for each in model.parameters():
-        each.clamp_(-0.15, 0.15)
-""",
-    "a callback": CALLBACK.format("pass"),
-    "frozen in a callback": CALLBACK.format("model.a.requires_grad_(False)"),
-    "a list of parameters": CALLBACK.format("model = nn.ParameterList(HELD)")
-    + """
+HOLDS = """
 HELD = []
 
 def optimizer(model, lr: float = 0.05):
     HELD[:] = model.parameters()
     return torch.optim.SGD(HELD, lr=lr)
-""",
+"""
+CLAMPS = """
+def optimizer(model, lr: float = 0.05):
+    made = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    made.register_step_post_hook(lambda *_: after_step(model))
+    return made
+
+@torch.no_grad()
+def after_step(model):
+    for each in model.parameters():
+        each.clamp_(-0.15, 0.15)
+"""
+MODEL = """
+_model = model
+
+def model():
+    made = _model()
+    {}
+    {}
+    return made
+"""
+FILES = {
+    "a clamp after each step": CLAMPS,
+    "a callback": CALLBACK.format("pass"),
+    "frozen in a callback": CALLBACK.format("model[0].requires_grad_(False)"),
+    "a list of parameters": CALLBACK.format("model = nn.ParameterList(HELD)") + HOLDS,
     "after a forward of its own": CALLBACK.format("model(torch.ones(2, 8))"),
-    "two parameters, one memory": """
-class Net(Net):
-    def __init__(self):
-        super().__init__()
-        self.c = nn.Linear(8, 7, bias=False)
-        self.c.weight = nn.Parameter(self.a.weight.data)
-
-    def forward(self, inputs):
-        return self.b(torch.relu(self.a(inputs) + self.c(inputs)))
-""",
-    "one number for a buffer": """
-class Net(Net):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.full((1,), 0.5).expand(7))
-
-    def forward(self, inputs):
-        return self.b(torch.relu(self.a(inputs)) * self.scale)
-""",
-    "one number for a parameter": """
-class Net(Net):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((1,), 0.5).expand(7))
-""",
+    "two parameters, one memory": MODEL.format(
+        "made.extend([nn.Linear(2, 2), nn.Linear(2, 2)])", "made[5].weight = nn.Parameter(made[4].weight.data)"
+    ),
+    "one number for a buffer": MODEL.format(
+        "made[0].register_buffer('scale', torch.full((1,), 0.5).expand(7))",
+        "made[0].register_forward_hook(lambda layer, _, found: found * layer.scale)",
+    ),
+    "one number for a parameter": MODEL.format("made[0].bias = nn.Parameter(torch.full((1,), 0.5).expand(7))", ""),
 }
 SHARED = "share memory, which --shard would part"
 REFUSED = {
     ("frozen in a callback", "parameters"): "and --shard parameters has cut what was trained at first",
     ("a list of parameters", "parameters"): "was changed outside of forward where nothing keeps it",
     ("after a forward of its own", "parameters"): "was changed outside of forward where nothing keeps it",
-    ("two parameters, one memory", "optimizer"): f"a.weight and c.weight {SHARED}",
-    ("two parameters, one memory", "parameters"): f"a.weight and c.weight {SHARED}",
-    ("one number for a parameter", "optimizer"): "scale: one number of a parameter stands for several elements",
-    ("one number for a parameter", "none"): "scale: one number of a parameter stands for several elements",
+    ("two parameters, one memory", "optimizer"): f"4.weight and 5.weight {SHARED}",
+    ("two parameters, one memory", "parameters"): f"4.weight and 5.weight {SHARED}",
+    ("one number for a parameter", "optimizer"): "0.bias: one number of a parameter stands for several elements",
+    ("one number for a parameter", "none"): "0.bias: one number of a parameter stands for several elements",
 }
 FAST = {("a clamp after each step", "parameters"), ("a list of parameters", "parameters")}
 CASES = [
@@ -140,7 +106,7 @@ def alone(name: str) -> str | None:
     ("name", "shard"), [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in CASES]
 )
 def test_weights_under_shards_are_those_of_one_process_or_refused(name: str, shard: str, tmp_path: Path) -> None:
-    ended, digest = train(name, tmp_path, "--layout", "ddp", "--nproc-per-node", "2", "--shard", shard)
+    ended, digest = train(name, tmp_path, *TWO, "--shard", shard)
     if (said := REFUSED.get((name, shard))) is None:
         assert (ended.code, digest) == (0, alone(name)), ended.errors
     else:

@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,18 +117,6 @@ def at_once(phases: Generator[None, None, Any]) -> Any:
             return end.value
 
 
-class Channel:
-    """What `ddp_core.reduction.communication.Channel` does, at once."""
-
-    device = torch.device("cpu")
-
-    def submit(self, transfer: Any, like: Tensor) -> torch.futures.Future[Tensor]:
-        """Run a transfer to its end."""
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(at_once(transfer))
-        return future
-
-
 def _all_gather_object(found: list[Any], own: object, group: ThreadGroup) -> None:
     for peer in range(group.size()):
         group.wires.objects(group.rank(), peer).put(own)
@@ -146,18 +135,6 @@ def _all_to_all(out: Tensor, own: Tensor, receives: Sequence[int], sends: Sequen
 def _all_gather(whole: Tensor, own: Tensor, group: ThreadGroup) -> None:
     size = [own.numel()] * group.size()
     _all_to_all(whole, own.repeat(group.size()), size, size, group)
-
-
-def _gather_object(own: object, found: list[Any] | None, group: ThreadGroup, group_dst: int) -> None:
-    assert (found is None) == (group.rank() != group_dst)
-    _all_gather_object(found or [None] * group.size(), own, group)
-
-
-def _all_reduce(tensor: Tensor, operation: dist.ReduceOp, group: ThreadGroup) -> None:
-    assert operation == dist.ReduceOp.MAX
-    everyones = [torch.empty_like(tensor)] * group.size()
-    _all_gather_object(everyones, tensor.clone(), group)
-    tensor.copy_(torch.stack(everyones).amax(0))
 
 
 def _message(operation: str, tensor: Tensor, group: ThreadGroup, group_peer: int) -> Callable[[], Work]:
@@ -189,14 +166,8 @@ def use_threads(patch: pytest.MonkeyPatch, backend: str = "gloo") -> None:
     )
     patch.setattr("ddp_core.reduction.collectives.dist", COLLECTIVES)
     patch.setattr("ddp_core.reduction.agreement.dist", SimpleNamespace(all_gather_object=_all_gather_object))
-    ends = {name: getattr(dist, name) for name in ("is_initialized", "destroy_process_group")}
-    patch.setattr(
-        "ddp_core.reduction.communication.dist",
-        SimpleNamespace(all_reduce=_all_reduce, ReduceOp=dist.ReduceOp, **ends),
-    )
     patch.setattr("ddp_core.reduction.communication.carries_host_memory", lambda _: True)
     patch.setattr("ddp_core.reduction.communication.own_group", ThreadGroup.own)
-    patch.setattr("ddp_core.sharding.owns_part.dist", SimpleNamespace(gather_object=_gather_object))
 
 
 def on_threads(world_size: int, function: Callable[[Any], Any]) -> list[Any]:
@@ -208,3 +179,57 @@ def on_threads(world_size: int, function: Callable[[Any], Any]) -> list[Any]:
     assert wires.nothing_is_left()
     assert others.nothing_is_left()
     return found
+
+
+GATHERS: list[Any] = []
+"""The device and the timeout of each group that was asked for to gather parameters."""
+
+
+def on_thread_world(world_size: int, function: Callable[[Any], Any]) -> list[Any]:
+    """Call `function(group)` on each rank of a new group; the results by rank, or the error of the first that fails.
+
+    What torch does with a group runs for real, as in its own tests, so that `fully_shard` and its collectives work; our
+    messages between two ranks, which that group does not have, go over wires. All ranks draw from one random generator:
+    make models before.
+    """
+    from torch._C._distributed_c10d import _set_thread_isolation_mode
+    from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, ThreadLocalWorld
+
+    store, wires = dist.HashStore(), Wires()
+    ends = SimpleNamespace(is_initialized=lambda: True, destroy_process_group=lambda _: None)
+
+    def own_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> Any:
+        own = ThreadGroup(wires, group.rank(), group.size())
+        own.asked = (device, timeout)
+        return own
+
+    def run(rank: int) -> Any:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+            return function(dist.group.WORLD)
+        except BaseException as error:
+            # The others, which wait for this rank, end with SystemExit.
+            ProcessLocalGroup.exception_handle(error)
+            raise
+        finally:
+            dist.destroy_process_group()
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(world_size) as threads:
+        patch.setattr(dist.distributed_c10d, "_world", ThreadLocalWorld())
+        patch.setattr("ddp_core.reduction.communication.own_group", own_group)
+        patch.setattr("ddp_core.reduction.communication.dist", ends)
+        # Gathers of parameters need no group of their own where all of a rank's collectives are called by its thread.
+        patch.setattr("ddp_core.sharding.rows.own_group", lambda group, *asked: GATHERS.append(asked) or group)
+        patch.setattr("ddp_core.sharding.rows.gather_by_messages", lambda *_: None)
+        patch.setattr("ddp_core.reduction.backends._backends", lambda _: {"cpu": "gloo"})
+        _set_thread_isolation_mode(True)
+        ProcessLocalGroup.reset()
+        try:
+            futures = [threads.submit(run, rank) for rank in range(world_size)]
+            errors = [error for future in futures if (error := future.exception()) is not None]
+        finally:
+            _set_thread_isolation_mode(False)
+        if errors:
+            raise next((error for error in errors if isinstance(error, Exception)), errors[0])
+        assert wires.nothing_is_left()
+        return [future.result() for future in futures]

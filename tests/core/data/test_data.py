@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,39 +173,34 @@ def test_turn_shift_scale_is_grid_sample_up_to_rounding() -> None:
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_fashion_mnist_reads_what_torchvision_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "write", "theirs", "statistics"),
+    [
+        ("fashion_mnist", write_fashion, "FashionMNIST", ((0.2860,), (0.3530,))),
+        ("cifar10", write_cifar, "CIFAR10", ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))),
+    ],
+)
+def test_published_files_are_read_as_torchvision_reads_them(
+    name: str, write: Any, theirs: str, statistics: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ddp_core.base.torchvision_import import import_torchvision
 
-    write_fashion(tmp_path)
-    splits = DATA["fashion_mnist"](root=tmp_path)
-    for dataset, train in ((splits.train, True), (splits.test, False)):
-        theirs = import_torchvision("datasets").FashionMNIST(tmp_path, train=train)
-        inputs, targets = in_memory(dataset).__getitems__(np.arange(len(theirs)))
-        torch.testing.assert_close(inputs[:, 0], (theirs.data / 255 - 0.2860) / 0.3530)
-        assert torch.equal(targets, theirs.targets)
-    assert splits.classes == 10
-    assert splits.augmentation is not None
-    for unchanged in (DATA["fashion_mnist"](root=tmp_path, augment=False), DATA["digits"](augment=False)):
-        assert unchanged.augmentation is None
-
-
-def test_cifar10_reads_what_torchvision_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddp_core.base.torchvision_import import import_torchvision
-
-    write_cifar(tmp_path)
-    theirs = import_torchvision("datasets").CIFAR10
+    write(tmp_path)
+    library = import_torchvision("datasets")
     # These files do not have the published sums.
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
-    splits = DATA["cifar10"](root=tmp_path)
+    splits = DATA[name](root=tmp_path)
+    mean, deviation = (torch.tensor(values).view(-1, 1, 1) for values in statistics)
     for dataset, train in ((splits.train, True), (splits.test, False)):
-        known = theirs(tmp_path, train=train)
+        known = getattr(library, theirs)(tmp_path, train=train)
+        pixels = torch.as_tensor(known.data).reshape(len(known), *known.data.shape[1:3], -1).permute(0, 3, 1, 2) / 255
         inputs, targets = in_memory(dataset).__getitems__(np.arange(len(known)))
-        pixels = torch.from_numpy(known.data).permute(0, 3, 1, 2) / 255
-        mean, deviation = torch.tensor((0.4914, 0.4822, 0.4465)), torch.tensor((0.2470, 0.2435, 0.2616))
-        torch.testing.assert_close(inputs, (pixels - mean.view(3, 1, 1)) / deviation.view(3, 1, 1))
-        assert targets.tolist() == known.targets
+        torch.testing.assert_close(inputs, (pixels - mean) / deviation)
+        assert targets.tolist() == torch.as_tensor(known.targets).tolist()
     assert splits.classes == 10
     assert splits.augmentation is not None
+    for unchanged in (DATA[name](root=tmp_path, augment=False), DATA["digits"](augment=False)):
+        assert unchanged.augmentation is None
 
 
 @pytest.mark.parametrize("name", ["fashion_mnist", "cifar10"])

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,10 @@ class Made(OneByOne):
         return self.make(index)
 
 
-class Trees(OneByOne):
-    """A data set of structured samples; `strange` is a sample that is built differently."""
-
-    def __init__(self, strange: int = -1) -> None:
-        super().__init__()
-        self.strange = strange
-
-    def __getitem__(self, index: int) -> Any:
-        inputs = {"image": np.full((2, 2), index, dtype=np.float32), "place": (index, torch.tensor(index / 2))}
-        return (inputs | {"more": 1} if index == self.strange else inputs), [index % 7, {"weight": 1.0}]
+def tree(index: int, strange: int = -1) -> Any:
+    """A structured sample; `strange` is one that is built differently."""
+    inputs = {"image": np.full((2, 2), index, dtype=np.float32), "place": (index, torch.tensor(index / 2))}
+    return (inputs | {"more": 1} if index == strange else inputs), [index % 7, {"weight": 1.0}]
 
 
 class Lengths(OneByOne):
@@ -130,7 +125,10 @@ def test_samples_of_the_wrong_form_are_explained_in_one_line(workers: int) -> No
     for dataset, expected in (
         (Made(lambda index: np.zeros(3)), r"Made: sample 2 is a ndarray.*\(inputs, targets\).*collate\(samples\)"),
         (Made(lambda index: (np.zeros(index), index)), r"Made: samples \[2, 3\] cannot be put together.*collate"),
-        (Trees(strange=3), r"samples 2 and 3 are built differently: \(inputs, targets\)\[0\] is a dict with the keys"),
+        (
+            Made(partial(tree, strange=3)),
+            r"samples 2 and 3 are built differently: \(inputs, targets\)\[0\] is a dict with the keys",
+        ),
     ):
         with pytest.raises(UserError, match=expected) as failure:
             list(Loader(dataset, workers=workers).stream([(0, [np.array([2, 3])])]))
@@ -150,7 +148,7 @@ def padded(samples: list[Any]) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_may_be_trees(workers: int) -> None:
-    ((batch,),) = Loader(Trees(), workers=workers).stream([(0, [np.array([4, 9])])])
+    ((batch,),) = Loader(Made(tree), workers=workers).stream([(0, [np.array([4, 9])])])
     inputs, (labels, more) = batch
     assert torch.equal(inputs["image"], torch.tensor([4.0, 9.0]).view(2, 1, 1).expand(2, 2, 2))
     assert [part.tolist() for part in inputs["place"]] == [[4, 9], [2.0, 4.5]]
@@ -275,28 +273,10 @@ def test_a_worker_that_hangs_ends_with_its_parent(tmp_path: Path) -> None:
     worker.wait(timeout=HANG)
 
 
-def test_what_fails_in_a_worker_is_raised_here() -> None:
-    with pytest.raises(KeyError, match="7"):
-        list(Loader(Made(lambda index: {}[7]), workers=1).stream(requests()))
-    assert not multiprocessing.active_children()
-
-
-class RunsOut(OneByOne):
-    """A data set that reads from an iterator which is shorter than it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.items = iter(range(6))
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        next(self.items)
-        return super().__getitem__(index)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_iterator_at_its_end_does_not_end_the_samples(workers: int) -> None:
     """This process reads the first step, also with workers, to learn its size; the second is too long for `items`."""
-    wanted = [(0, [np.arange(2)]), (0, [np.arange(2, 8)])]
+    wanted, items = [(0, [np.arange(2)]), (0, [np.arange(2, 8)])], iter(range(6))
     with refusing() as failure:
-        list(Loader(RunsOut(), workers=workers).stream(wanted))
+        list(Loader(Made(lambda index: (next(items), index)), workers=workers).stream(wanted))
     assert "\n" not in str(failure.value)

@@ -26,9 +26,10 @@ from ddp_core.distributed.stop import (
 from ddp_core.distributed.world import World, free_port
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.directory import find_runs
+from tests.core.run.test_repeat import BEGIN
 from tests.distributed.asking import Send, has_begun, to_every_process, to_its_group, to_the_command
 from tests.faults.matrix import record_row
-from tests.support.commands import ddp, forked, running, train, trained, wait_until
+from tests.support.commands import forked, running, train, trained, wait_until
 from tests.support.layout_cases import ADAMW_MLP
 from tests.support.processes import HANG
 
@@ -63,90 +64,63 @@ def stop(output: Path, *words: str, number: int, send: Send) -> dict[str, Any]:
     return record
 
 
-def check_the_end(output: Path, undisturbed: tuple[str, str], **details: Any) -> None:
-    record = train(output, *WORDS, "--resume", "auto", **details)
+def check_the_end(output: Path, undisturbed: tuple[str, str]) -> None:
+    record = train(output, *WORDS, "--resume", "auto")
     assert record["status"] == "completed"
     assert (record["weights_sha256"], record["optimizer_sha256"]) == undisturbed
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("layout", "number", "send"),
-    [
-        pytest.param(DDP, signal.SIGTERM, to_the_command, id="ddp-SIGTERM"),
-        pytest.param(DDP, signal.SIGHUP, to_its_group, id="ddp-SIGHUP", marks=pytest.mark.slow),
-    ],
-)
-def test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened(
-    tmp_path: Path, undisturbed: tuple[str, str], layout: tuple[str, ...], number: int, send: Send
-) -> None:
-    stop(tmp_path, *layout, number=number, send=send)
-    check_the_end(tmp_path, undisturbed, ranks=0 if layout else 2)
-
-
 SPAWN = (*DDP, "--launcher", "spawn")
+DP = ("--layout", "dp")
 EARLY = {number: ("--stop-signal", number.name) for number in (signal.SIGUSR1, signal.SIGUSR2)}
 
 
 @pytest.mark.parametrize(
-    ("layout", "number"),
+    ("layout", "number", "send"),
     [
-        pytest.param(DDP, signal.SIGTERM, id="torchrun-SIGTERM"),
-        pytest.param(DDP, signal.SIGUSR2, id="torchrun-SIGUSR2", marks=pytest.mark.slow),
-        pytest.param(SPAWN, signal.SIGUSR1, id="spawn-SIGUSR1", marks=pytest.mark.slow),
-        pytest.param(SPAWN, signal.SIGINT, id="spawn-SIGINT", marks=pytest.mark.slow),
-        pytest.param((), signal.SIGINT, id="single-SIGINT", marks=pytest.mark.slow),
-        pytest.param(("--layout", "dp"), signal.SIGTERM, id="dp-SIGTERM", marks=pytest.mark.slow),
+        pytest.param(DDP, signal.SIGTERM, to_the_command, id="torchrun-SIGTERM-command", marks=pytest.mark.full),
+        pytest.param(DDP, signal.SIGHUP, to_its_group, id="torchrun-SIGHUP-group", marks=pytest.mark.slow),
+        pytest.param(DDP, signal.SIGTERM, to_every_process, id="torchrun-SIGTERM"),
+        pytest.param(DDP, signal.SIGUSR2, to_every_process, id="torchrun-SIGUSR2", marks=pytest.mark.slow),
+        pytest.param(SPAWN, signal.SIGUSR1, to_every_process, id="spawn-SIGUSR1", marks=pytest.mark.slow),
+        pytest.param(SPAWN, signal.SIGINT, to_every_process, id="spawn-SIGINT", marks=pytest.mark.slow),
+        pytest.param((), signal.SIGINT, to_every_process, id="single-SIGINT", marks=pytest.mark.slow),
+        pytest.param(DP, signal.SIGTERM, to_every_process, id="dp-SIGTERM", marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_to_every_process_at_once_asks_once(
-    tmp_path: Path, undisturbed: tuple[str, str], layout: tuple[str, ...], number: signal.Signals
+def test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened(
+    tmp_path: Path, undisturbed: tuple[str, str], layout: tuple[str, ...], number: signal.Signals, send: Send
 ) -> None:
     """A scheduler sends it to the launcher, the parent of its workers, the workers, and those that load their data."""
-    stop(tmp_path, *layout, "--workers", "1", *EARLY.get(number, ()), number=number, send=to_every_process)
+    words = ("--workers", "1") if send is to_every_process else ()
+    stop(tmp_path, *layout, *words, *EARLY.get(number, ()), number=number, send=send)
     check_the_end(tmp_path, undisturbed)
-    record_row(28, f"{number.name} to {' '.join(layout) or 'single'}, with loader processes: 75, saved")
+    if words:
+        record_row(28, f"{number.name} to {' '.join(layout) or 'single'}, with loader processes: 75, saved")
 
 
-@pytest.mark.slow
-def test_a_schedulers_early_signal_and_a_time_limit_stop_alike(tmp_path: Path, undisturbed: tuple[str, str]) -> None:
-    stop(tmp_path, "--stop-signal", "USR1", number=signal.SIGUSR1, send=to_the_command)
-    words = [*WORDS, "--resume", "auto", "--fault", "slow@1", "--max-seconds", "0.5", "--fault", "slow@12"]
-    ended = ddp("train", *words, "--device", "cpu", "--output", tmp_path)
-    assert ended.code == 75
-    assert "time limit" in trained(tmp_path)[1]["message"]
-    check_the_end(tmp_path, undisturbed)
-
-
-EXPERIMENT = """
-experiment = Experiment(name="mine", model=Component(name="{model}"), data=Component(name="toy_data"),
-                        loss="mean_squared_error", global_batch_size=16, micro_batch=4)
-"""
 SLOW_MODEL = """
 import time
-from torch import nn
-from ddp_core.config.experiment import Component, Experiment
 
 class Slow(nn.Linear):
     def forward(self, inputs):
         time.sleep(600)
 
 def model():
-    return Slow(10, 1)
-""" + EXPERIMENT.format(model="model")
+    return Slow(8, 2)
+"""
 WAITING = """
 import os, time
 from pathlib import Path
-from ddp_core.config.experiment import Component, Experiment
 if "RANK" in os.environ or WORLD == "alone":
     Path(PLACE).touch()
     time.sleep(600)
-""" + EXPERIMENT.format(model="two_layer")
+"""
 
 
 @pytest.mark.parametrize("layout", [(), DDP, pytest.param(SPAWN, marks=pytest.mark.slow)])
 def test_a_second_interrupt_leaves_at_once(tmp_path: Path, layout: tuple[str, ...]) -> None:
-    (tmp_path / "slow.py").write_text(SLOW_MODEL)
+    (tmp_path / "slow.py").write_text(BEGIN + SLOW_MODEL)
     output = tmp_path / "out"
     with forked("train", tmp_path / "slow.py", *layout, "--device", "cpu", "--output", output) as started:
         wait_until(lambda: any(record for _, record in find_runs(output)), HANG, "the run's record")
@@ -179,7 +153,7 @@ def test_a_request_before_the_first_step_ends_at_once(
     tmp_path: Path, world: str, layout: tuple[str, ...], number: int
 ) -> None:
     place = tmp_path / "begun"
-    (tmp_path / "waiting.py").write_text(f"WORLD, PLACE = {world!r}, {str(place)!r}\n{WAITING}")
+    (tmp_path / "waiting.py").write_text(f"{BEGIN}\nWORLD, PLACE = {world!r}, {str(place)!r}\n{WAITING}")
     with forked("train", tmp_path / "waiting.py", *layout, "--device", "cpu", "--output", tmp_path / "out") as started:
         wait_until(place.exists, HANG, "the experiment's file is read")
         to_the_command(started, number)
@@ -245,6 +219,12 @@ def test_a_signal_that_the_launcher_must_confirm_counts_once_it_has(tmp_path: Pa
         confirmed.touch()
         assert stop_request.requested
         assert stop_request.reason == "SIGTERM"
+
+
+@pytest.mark.parametrize(("seconds", "reason"), [(600.0, None), (0.0, "time limit")])
+def test_a_time_that_is_up_is_a_request(seconds: float, reason: str | None) -> None:
+    request = StopRequest(max_seconds=seconds)
+    assert (request.requested, request.reason) == (reason is not None, reason)
 
 
 @pytest.mark.slow

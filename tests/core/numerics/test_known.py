@@ -10,33 +10,22 @@ import pytest
 
 from ddp_core.numerics.kernels import REFUSED
 from ddp_core.numerics.known import BY_DEFINITION, proved, status_of, unknown_among
+from tests.core.run.test_repeat import BEGIN
 from tests.support.commands import ROOT, ddp
 
-EXPERIMENT = '''"""Does it warn?"""
-import torch
-from torch import nn
-from ddp_core.config.experiment import Component, Experiment, Optimizer
-
-class Rare(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(10, 1)
+RARE = """
+class Rare(nn.Linear):
     def forward(self, inputs):
-        return self.layer(inputs) + torch.trace(self.layer.weight)
+        return super().forward(inputs) + torch.trace(self.weight)
 
-def rare():
-    return Rare()
-
-experiment = Experiment(
-    name="mine", model=Component(name="rare"), data=Component(name="toy_data", options={"size": 32}), epochs=1,
-    loss="mean_squared_error", optimizer=Optimizer(lr=0.01), global_batch_size=16, micro_batch=4
-)
-'''
+def model():
+    return Rare(8, 2)
+"""
 
 
 def test_an_unknown_operation_is_warned_of_once_and_native_runs_are_not_looked_at(tmp_path: Path) -> None:
     said, file = {}, tmp_path / "mine.py"
-    file.write_text(EXPERIMENT)
+    file.write_text(BEGIN + RARE)
     for numerics in ("portable", "native"):
         ended = ddp("train", file, "--device", "cpu", "--numerics", numerics, "--output", tmp_path / numerics)
         assert ended.code == 0, ended.errors

@@ -26,11 +26,15 @@ EXPERIMENT = Experiment(name="mine", model=Component(name="m"), data=Component(n
 
 def test_a_portable_fingerprint_names_the_rules_and_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     here, native = fingerprint(CPU, RULES), fingerprint(CPU)
+    facts = {"torch", "cpu_capability", "threads", "mkldnn", "deterministic", "device", "cpu"}
+    assert facts <= native.keys()
+    assert len(fingerprint_differences(native, {})) == len(native)
     monkeypatch.setattr(module, "cpu_model", lambda: "another")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     monkeypatch.setenv("MKL_CBWR", "another")
     assert fingerprint_differences(fingerprint(CPU, RULES), here) == []
-    assert len(fingerprint_differences(fingerprint(CPU), native)) == 3
+    assert len(fingerprint_differences(fingerprint(CPU), native)) == 4
     assert fingerprint_differences(native, here) == ["numerics: here native, there portable"]
     assert (here["numerics"], here["numerics_rules"]) == ("portable", RULES)
     assert fingerprint_differences(fingerprint(CPU, RULES + 1), here) == [

@@ -11,7 +11,6 @@ from threading import Barrier
 import pytest
 import torch
 
-from ddp_core.base.fingerprint import fingerprint, fingerprint_differences
 from ddp_core.experiment.file import INSTALLED
 from ddp_core.numerics import chains
 from ddp_core.numerics.chains import chained, several_threads
@@ -95,13 +94,6 @@ def test_shipped_experiments_end_with_the_published_weights(threads: int) -> Non
             assert weights == steps.weights_sha256, f"{name} with {threads} threads"
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == threads
-
-
-def test_the_number_of_threads_is_no_part_of_the_fingerprint(threads: int) -> None:
-    here = fingerprint(CPU, 2)
-    torch.set_num_threads(1)
-    assert fingerprint_differences(fingerprint(CPU, 2), here) == []
-    assert ("threads" in here, "threads" in fingerprint(CPU)) == (False, True)
 
 
 @pytest.mark.usefixtures("every_product_is_cut")

@@ -15,7 +15,7 @@ import pytest
 
 from ddp_core.base.errors import ExitCode
 from ddp_core.base.user_code import LeftEarly, user_code
-from tests.core.test_bad_input import MODES
+from tests.core.test_bad_input import MODES, one_line
 from tests.support.commands import Ended, ddp, trained, without_limits
 from tests.support.processes import HANG
 from tests.support.wording import refusing, said_as_before
@@ -92,19 +92,31 @@ NO_GRADIENT = """
 def loss(outputs, targets):
     return functional.cross_entropy(outputs.detach(), targets, reduction="sum")
 """
-LATER = """
+IN_DATA = """
 class Samples:
     def __len__(self):
         return 32
 
     def __getitem__(self, index):
-        if torch.utils.data.get_worker_info() is not None:
-            {what}
+        if WHEN:
+            WHAT
         return torch.zeros(4), torch.tensor(0)
 
 def data():
     return Splits(Samples())
 """
+IN_LOADER = IN_DATA.replace("WHEN", "torch.utils.data.get_worker_info() is not None")
+RAISES = {
+    "data": IN_DATA.replace("WHEN", "index == 7"),
+    "model": """
+class Network(nn.Linear):
+    def forward(self, inputs):
+        WHAT
+
+def model():
+    return Network(4, 3)
+""",
+}
 NO_LOCKS = """
 import errno, fcntl
 
@@ -217,8 +229,8 @@ def test_a_loss_that_cannot_be_trained_with_is_refused(text: str, said: str, mod
 @pytest.mark.parametrize(
     ("text", "words", "code"),
     [
-        (LATER.format(what='raise ValueError("one\\ntwo")'), ("--workers", "1"), 2),
-        (LATER.format(what="os.kill(os.getpid(), 9)"), ("--workers", "1"), 4),
+        (IN_LOADER.replace("WHAT", 'raise ValueError("one\\ntwo")'), ("--workers", "1"), 2),
+        (IN_LOADER.replace("WHAT", "os.kill(os.getpid(), 9)"), ("--workers", "1"), 4),
         (NO_LOCKS, ("--layout", "ddp", "--nproc-per-node", "2"), 4),
         (COMPLEX, (), 2),
         (NO_RECORD, (), 2),
@@ -232,6 +244,43 @@ def test_one_line_says_what_was_wrong(text: str, words: tuple[str, ...], code: i
     assert ended.code == code
     (line,) = ended.errors.splitlines()
     said_as_before(line)
+
+
+REFUSED = "raise RuntimeError('S3: connection refused')"
+
+
+@pytest.mark.parametrize(
+    ("where", "mode", "workers", "layer"),
+    [
+        ("data", "single", "0", ""),
+        ("model", "dp", "0", "; in model, Network, which was given [2, 4]"),
+        ("data", "torchrun", "1", ""),
+        ("model", "torchrun", "0", "; in model, Network, which was given [2, 4]"),
+    ],
+)
+def test_words_of_a_lost_peer_from_the_experiment_are_its_own(
+    where: str, mode: str, workers: str, layer: str, tmp_path: Path
+) -> None:
+    text = RAISES[where].replace("WHAT", REFUSED)
+    ended = run(tmp_path, text, *MODES[mode], "--workers", workers)
+    assert ended.code == ExitCode.BAD_INPUT, ended.errors
+    (said,) = [line for line in ended.errors.splitlines() if line.startswith("ddp: error: ")]
+    place = f"{tmp_path / 'mine.py'}:{(HEAD + text.partition(REFUSED)[0]).count(chr(10)) + 1}"
+    assert said.endswith(f"): {place}: RuntimeError: S3: connection refused{layer}")
+    assert trained(tmp_path / "out")[1]["attempts"][1:] == [], "it would only be repeated"
+
+
+@pytest.mark.parametrize(
+    ("mode", "where", "what", "reason"),
+    [
+        ("single", "data", "raise MemoryError()", "out of memory;"),
+        ("torchrun", "model", "torch.empty(2**60)", "out of memory (can't allocate memory: you tried to allocate"),
+    ],
+)
+def test_a_want_of_memory_says_what_to_do(mode: str, where: str, what: str, reason: str, tmp_path: Path) -> None:
+    ended = run(tmp_path, RAISES[where].replace("WHAT", what), *MODES[mode])
+    one_line(ended, ExitCode.RESOURCES, [reason, "rank ", "--set micro_batch=N"])
+    assert len(trained(tmp_path / "out")[1]["attempts"]) == 1
 
 
 def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:

@@ -110,26 +110,27 @@ def test_each_later_backward_repeats_the_first_one() -> None:
     assert first[2::3] == others
 
 
-def test_in_the_first_backward_ranks_are_compared_before_each_gather() -> None:
+@pytest.mark.parametrize(
+    ("used", "others", "said", "gathered"),
+    [
+        ([1, 2], [0, 2], "layers.0 and layers.1", [2]),
+        ([0], [], "its end and layers.0", []),
+        ([0, 2], [2], "its end and layers.0", [2]),
+    ],
+    ids=["another layer", "no layer", "an end that comes sooner"],
+)
+def test_in_the_first_backward_ranks_are_compared_before_each_gather(
+    used: list[int], others: list[int], said: str, gathered: list[int]
+) -> None:
     def messages(group: Any) -> tuple[str, list[int]]:
-        net, gathered = Branches(), list[int]()
+        net, found = Branches(), list[int]()
         for number, layer in enumerate(net.layers):
 
             def gather(_: nn.Module, __: Any, output: Tensor, number: int = number) -> None:
-                output.register_hook(lambda _: gathered.append(number))
+                output.register_hook(lambda _: found.append(number))
 
             layer.register_forward_hook(gather)
         BlockCalls(net, list(net.layers), group)
-        return told_by_backward(net, [[1, 2], [0, 2]][group.rank()]), gathered
+        return told_by_backward(net, others if group.rank() else used), found
 
-    assert on_threads(2, messages) == [("layers.0 and layers.1", [2])] * 2
-
-
-@pytest.mark.parametrize("used", [[], [2]])
-def test_a_backward_that_ends_sooner_is_refused(used: list[int]) -> None:
-    def messages(group: Any) -> str:
-        net = Branches()
-        BlockCalls(net, list(net.layers), group)
-        return told_by_backward(net, used if group.rank() else [0, *used])
-
-    assert on_threads(2, messages) == ["its end and layers.0"] * 2
+    assert on_threads(2, messages) == [(said, gathered)] * 2

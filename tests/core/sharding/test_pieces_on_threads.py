@@ -20,7 +20,7 @@ from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction import ExactReduction
 from ddp_core.sharding import OwnsPieces
 from ddp_core.sharding.owns_part import whole_on_first
-from tests.core.sharding.thread_world import on_thread_world
+from tests.support.thread_group import on_thread_world
 from tests.support.wording import refusing
 
 STEPS = (5, 1, 4)
@@ -29,46 +29,90 @@ LAYER = nn.Linear(2, 2)
 Dealt = Literal["contiguous", "strided"]
 
 
+class Sometimes(nn.Module):
+    """A block that every forward calls, and that uses its parameters only when it is told to."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(37, 5, dtype=dtype)
+
+    def forward(self, hidden: Tensor, is_used: bool) -> tuple[Tensor, Tensor | None]:
+        return hidden * 1.5, self.layer(hidden).sum() if is_used else None
+
+
 class Net(nn.Module):
-    """Parameters of two dtypes: tied, frozen, unused, used once, tiny, and large enough to be cut."""
+    """Blocks with rows that two or three ranks cannot share equally; not every micro-batch uses every parameter.
+
+    Outside of them a tied weight, a frozen one, one of a single row, a norm, and a state that is no tensor.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        sizes = [(6, 37), (37, 2), (2, 37), (3, 5)]
+        self.layers = nn.ModuleList(nn.Linear(*size, dtype=dtype) for size in sizes)
+        self.layers.append(Sometimes(dtype))
+        self.layers[1].bias.requires_grad_(False)
+        self.layers[3].requires_grad_(False)
+        self.signs, self.unused = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
+        # Of several blocks of the norm, which ranks cut within.
+        self.head = nn.Linear(37, 60, dtype=dtype)
+        self.first, self.again = (nn.Linear(6, 6, bias=False, dtype=dtype) for _ in range(2))
+        self.again.weight = self.first.weight
+        self.row, self.norm = nn.Parameter(torch.ones(1, 6, dtype=dtype)), nn.BatchNorm1d(6, dtype=dtype)
+        self.frozen = nn.Parameter(torch.ones(3, 6, dtype=dtype), requires_grad=False)
+        self.told = "at first"
+
+    def forward(self, rows: Tensor, index: int) -> Tensor:
+        hidden = self.again(self.norm(self.first(rows) * self.row) + self.frozen)
+        for layer in self.layers[:3]:
+            hidden = torch.tanh(layer(hidden))
+        hidden, more = self.layers[4](hidden, is_used=index == 3)
+        loss: Tensor = self.head(hidden).square().sum()
+        # Gradients of -0.0 show where any other zero is added to them.
+        return loss if more is None else loss + (more + self.signs.sum()) * -0.0
+
+    def loss(self, step: int, index: int) -> Tensor:
+        """Of one micro-batch."""
+        generator = torch.Generator().manual_seed(10 * step + index)
+        loss: Tensor = self(torch.randn(3, 6, generator=generator, dtype=self.row.dtype), index)
+        return loss
+
+    def get_extra_state(self) -> str:
+        return self.told
+
+    def set_extra_state(self, state: str) -> None:
+        self.told = state
+
+
+class Mixed(Net):
+    """Also parameters of another dtype and without elements, one that is large enough to be cut, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 700)
-        self.norm = nn.BatchNorm1d(700)
-        self.second = nn.Linear(700, 6)
-        self.again = nn.Linear(6, 700, bias=False)
-        self.again.weight = self.first.weight
-        self.second.bias.requires_grad_(False)
-        self.signs, self.unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3000))
-        self.scale = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.scale, self.large = nn.Parameter(torch.ones(2, dtype=torch.float64)), nn.Parameter(torch.ones(3000))
         self.none = nn.ParameterList([torch.ones(0, 3), torch.ones(0, 2)])
         self.register_buffer("table", torch.arange(4.0))
 
     def forward(self, rows: Tensor, index: int) -> Tensor:
-        hidden = self.second(torch.tanh(self.norm(self.first(rows)) + self.again(rows)))
-        loss: Tensor = (hidden.square().double() * self.scale[0]).sum()
-        # A gradient of -0.0 shows where any other zero is added to it.
-        return loss + self.signs.sum() * -0.0 if index == 3 else loss
+        return super().forward(rows, index).double() * self.scale[0]
+
+
+class Tiny(nn.Module):
+    """Fewer elements than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
 
     def loss(self, step: int, index: int) -> Tensor:
         """Of one micro-batch."""
-        loss: Tensor = self(torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + index)), index)
-        return loss
-
-    def get_extra_state(self) -> Any:
-        """No tensor."""
-        return "version 2"
-
-    def set_extra_state(self, state: Any) -> None:
-        """See above."""
-        assert state == "version 2"
+        return (self.weight * (index + 0.1 * step)).square().sum()
 
 
 @functools.cache
-def net() -> Net:
+def net() -> Mixed:
     torch.manual_seed(0)
-    return Net()
+    return Mixed()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -102,11 +146,12 @@ def adagrad(made: nn.Module) -> torch.optim.Optimizer:
 
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
+Kind = Callable[[], nn.Module]
 
 
-def train(shares: Dealt | None, make: Make, group: Any) -> list[Any]:
+def train(kind: Kind, shares: Dealt | None, make: Make, group: Any) -> list[Any]:
     """What a training in pieces comes to; `shares`: None for one process that owns all."""
-    made = copy.deepcopy(net())
+    made = copy.deepcopy(kind())
     updates = make(made)
     how: dict[str, Any] = {"process_group": group, "shares": shares}
     return trained(made, updates, OwnsPieces(made, updates, max(STEPS), **how) if shares else None)
@@ -141,59 +186,34 @@ def entries(state: Any) -> Any:
 
 
 @functools.cache
-def expected(make: Make) -> list[Any]:
-    return list(map(bits, train(None, make, None)))
+def expected(kind: Kind, make: Make) -> list[Any]:
+    return list(map(bits, train(kind, None, make, None)))
 
 
-def check(ranks: list[Any], make: Make) -> None:
-    assert list(map(bits, ranks[0])) == expected(make)
+def check(ranks: list[Any], make: Make, kind: Kind = net) -> None:
+    assert list(map(bits, ranks[0])) == expected(kind, make)
     for other in ranks[1:]:
         # The norms and the weights are everywhere, the optimizer's state is whole on rank 0 alone.
-        assert list(map(bits, other[:-1])) == expected(make)[:-1]
+        assert list(map(bits, other[:-1])) == expected(kind, make)[:-1]
         assert other[-1] is None
 
 
 @pytest.mark.parametrize(
-    ("shares", "world_size", "make"),
+    ("shares", "world_size", "make", "kind"),
     [
-        *[("contiguous", 2, optimizer), ("contiguous", 3, adagrad), ("contiguous", 5, two_groups)],
-        *[("strided", 2, adagrad), ("strided", 3, optimizer), ("strided", 5, two_groups)],
+        *[("contiguous", 2, optimizer, net), ("contiguous", 3, adagrad, net), ("contiguous", 5, two_groups, net)],
+        *[("strided", 2, adagrad, net), ("strided", 3, optimizer, net), ("strided", 5, two_groups, net)],
+        *[("contiguous", 3, optimizer, Tiny), ("strided", 3, optimizer, Tiny)],
     ],
 )
-def test_a_training_has_the_bits_of_one_process(shares: Dealt, world_size: int, make: Make) -> None:
-    check(on_thread_world(world_size, functools.partial(train, shares, make)), make)
+def test_a_training_has_the_bits_of_one_process(shares: Dealt, world_size: int, make: Make, kind: Kind) -> None:
+    check(on_thread_world(world_size, functools.partial(train, kind, shares, make)), make, kind)
 
 
 @pytest.mark.parametrize("group", [None, SimpleNamespace(size=lambda: 1, rank=lambda: 0)], ids=["none", "of one rank"])
 @pytest.mark.parametrize("shares", ["contiguous", "strided"])
 def test_one_rank_alone_exchanges_nothing(shares: Dealt, group: Any) -> None:
-    check([train(shares, optimizer, group)], optimizer)
-
-
-class Tiny(nn.Module):
-    """Fewer elements than ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
-
-    def loss(self, step: int, index: int) -> Tensor:
-        """Of one micro-batch."""
-        return (self.weight * (index + 0.1 * step)).square().sum()
-
-
-@pytest.mark.parametrize("shares", ["contiguous", "strided"])
-def test_ranks_may_own_nothing(shares: Dealt) -> None:
-    def train_tiny(group: Any) -> list[Any]:
-        made = Tiny()
-        updates = optimizer(made)
-        how: dict[str, Any] = {"process_group": group, "shares": shares}
-        return trained(made, updates, OwnsPieces(made, updates, max(STEPS), **how) if group else None)
-
-    alone, ranks = train_tiny(None), on_thread_world(3, train_tiny)
-    for rank in ranks:
-        assert list(map(bits, rank[:-1])) == list(map(bits, alone[:-1]))
-    assert bits(ranks[0][-1]) == bits(alone[-1])
+    check([train(net, shares, optimizer, group)], optimizer)
 
 
 def refused(make: Callable[[Any], Any]) -> list[str]:

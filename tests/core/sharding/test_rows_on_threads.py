@@ -7,6 +7,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,64 +20,10 @@ from torch.distributed.tensor import DTensor
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import CutTensor
 from ddp_core.sharding import OwnsPieces
+from ddp_core.sharding.block_gather import _Gather, gather_by_messages
 from ddp_core.sharding.rows import OwnsRows
-from tests.core.sharding.test_pieces_on_threads import STEPS, bits, trained
-from tests.core.sharding.thread_world import GATHERS, on_thread_world
-
-
-class Sometimes(nn.Module):
-    """A block that every forward calls, and that uses its parameters only when it is told to."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer = nn.Linear(37, 5, dtype=dtype)
-
-    def forward(self, hidden: Tensor, is_used: bool) -> tuple[Tensor, Tensor | None]:
-        return hidden * 1.5, self.layer(hidden).sum() if is_used else None
-
-
-class Net(nn.Module):
-    """Blocks with rows that two or three ranks cannot share equally; not every micro-batch uses every parameter.
-
-    Outside of them a tied weight, a frozen one, one of a single row, a norm, and a state that is no tensor.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        sizes = [(6, 37), (37, 2), (2, 37), (3, 5)]
-        self.layers = nn.ModuleList(nn.Linear(*size, dtype=dtype) for size in sizes)
-        self.layers.append(Sometimes(dtype))
-        self.layers[1].bias.requires_grad_(False)
-        self.layers[3].requires_grad_(False)
-        self.signs, self.unused = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
-        # Of several blocks of the norm, which ranks cut within.
-        self.head = nn.Linear(37, 60, dtype=dtype)
-        self.first, self.again = (nn.Linear(6, 6, bias=False, dtype=dtype) for _ in range(2))
-        self.again.weight = self.first.weight
-        self.row, self.norm = nn.Parameter(torch.ones(1, 6, dtype=dtype)), nn.BatchNorm1d(6, dtype=dtype)
-        self.frozen = nn.Parameter(torch.ones(3, 6, dtype=dtype), requires_grad=False)
-        self.told = "at first"
-
-    def forward(self, rows: Tensor, index: int) -> Tensor:
-        hidden = self.again(self.norm(self.first(rows) * self.row) + self.frozen)
-        for layer in self.layers[:3]:
-            hidden = torch.tanh(layer(hidden))
-        hidden, more = self.layers[4](hidden, is_used=index == 3)
-        loss: Tensor = self.head(hidden).square().sum()
-        # Gradients of -0.0 show where any other zero is added to them.
-        return loss if more is None else loss + (more + self.signs.sum()) * -0.0
-
-    def loss(self, step: int, index: int) -> Tensor:
-        """Of one micro-batch."""
-        generator = torch.Generator().manual_seed(10 * step + index)
-        loss: Tensor = self(torch.randn(3, 6, generator=generator, dtype=self.row.dtype), index)
-        return loss
-
-    def get_extra_state(self) -> str:
-        return self.told
-
-    def set_extra_state(self, state: str) -> None:
-        self.told = state
+from tests.core.sharding.test_pieces_on_threads import STEPS, Net, bits, trained
+from tests.support.thread_group import GATHERS, on_thread_world
 
 
 @functools.cache
@@ -327,3 +274,18 @@ def test_what_goes_out_has_the_names_and_kinds_of_one_process() -> None:
             assert bits(found) == (None if group.rank() else bits(loaded))
 
     on_thread_world(2, check)
+
+
+@pytest.mark.parametrize(("kind", "ranks", "by_messages"), [("cpu", 1, False), ("cpu", 2, True), ("cuda", 2, False)])
+def test_ranks_that_exchange_host_memory_gather_by_messages(
+    kind: str, ranks: int, by_messages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In gloo's ring each part would pass through every other rank."""
+    asked: list[Any] = []
+    given: list[Any] = []
+    monkeypatch.setattr("ddp_core.sharding.block_gather.parts_on", lambda *each: asked.append(each))
+    parts: Any = [SimpleNamespace(set_custom_all_gather=given.append) for _ in range(2)]
+    group: Any = SimpleNamespace(size=lambda: ranks)
+    gather_by_messages(parts, group, ((0,), (1,)), torch.device(kind))
+    assert asked == [(group, ((0,), (1,)), torch.device(kind))] * by_messages
+    assert [type(each) for each in given] == [_Gather] * 2 * by_messages

@@ -47,9 +47,7 @@ class Kept(torch.optim.Optimizer):
                 state["past"].append(each.grad.clone())
                 state["inner"][0]["square"] += each.grad**2
                 each -= 0.1 * state["mean"]
-                if self.unlike in ("value", "values"):
-                    state["total"] = float(each.sum())
-                if self.unlike == "values":
+                if self.unlike == "value":
                     state[7] = float(each.sum())
                 if self.unlike == "whole" and each.numel() == 5:
                     state["mine"] = id(self)
@@ -215,8 +213,7 @@ def test_a_state_that_lies_in_parts_is_read_where_it_is_owned() -> None:
 @pytest.mark.parametrize(
     ("unlike", "entry"),
     [
-        ("value", "total of a weight of shape [3000]"),
-        ("values", "7 of a weight of shape [3000]"),
+        ("value", "7 of a weight of shape [3000]"),
         ("missing", "is_large of a weight of shape [3000]"),
         ("whole", "mine of a weight of shape [5]"),
     ],

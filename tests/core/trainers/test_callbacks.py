@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ddp_core.base.errors import ExitCode
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.stop import Stopped, StopRequest
 from ddp_core.experiment import blame
 from ddp_core.observe.callback import Callback, Moment
@@ -81,6 +82,13 @@ def test_what_a_callback_raises_is_the_experiments(moment: str) -> None:
     exit_code, line = blame.unforeseen(failure.value)
     assert exit_code == ExitCode.BAD_INPUT
     assert "KeyError: 'no such figure'" in line
+
+
+def test_stop_iteration_is_answered_with_what_to_write() -> None:
+    said = rf"^{re.escape(__file__)}:\d+: callback Notes raised StopIteration: .* call moment\.stop\(\"the reason\"\)"
+    notes = Notes(lambda *_: next(iter(())))
+    with trainer_of(experiment(), callbacks=[notes]) as trainer, pytest.raises(UserError, match=said):
+        trainer.train()
 
 
 def stops_at(kind: str, step: int) -> Notes:

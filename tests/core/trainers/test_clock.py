@@ -39,31 +39,24 @@ def test_exposed_communication_begins_with_the_last_gradient() -> None:
     assert clock.seconds["exposed_communication"] == exposed, "without a gradient since, it is all backward"
 
 
-class Device:
-    """A device that has done what was asked of it up to `done`, a number of events; each takes a second more."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.done = 0
-        self.waits = 0
-
-
 class Event:
-    device: Device
+    """An event of a device that has come to number `done` of those that were recorded; each takes a second more."""
+
+    recorded = done = waits = 0
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
 
     def record(self, stream: object) -> None:
-        self.number = len(self.device.events)
-        self.device.events.append(self)
+        Event.recorded += 1
+        self.number = Event.recorded
 
     def query(self) -> bool:
-        return self.number < self.device.done
+        return self.number <= Event.done
 
     def synchronize(self) -> None:
-        self.device.waits += 1
-        self.device.done = len(self.device.events)
+        Event.waits += 1
+        Event.done = Event.recorded
 
     def elapsed_time(self, end: Event) -> float:
         assert self.query(), "torch raises where the first event is not over"
@@ -71,15 +64,14 @@ class Event:
         return 1000.0 * (end.number - self.number)
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    Event.device = Device()
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    Event.recorded = Event.done = Event.waits = 0
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    return Event.device
 
 
-def test_on_cuda_laps_are_read_when_the_device_is_done_with_them(device: Device) -> None:
+def test_on_cuda_laps_are_read_when_the_device_is_done_with_them() -> None:
     clock = StepClock(None, torch.device("cuda"))
     clock.before_step(batch())
     clock.lap("forward")
@@ -87,20 +79,20 @@ def test_on_cuda_laps_are_read_when_the_device_is_done_with_them(device: Device)
     clock.gradients_done(batch(), [])
     clock.after_step(batch())
     assert sum(clock.seconds.values()) == 0, "the device has not begun"
-    device.done = 3
+    Event.done = 3
     clock.after_step(batch())
     assert (clock.seconds["other"], clock.seconds["forward"], clock.seconds["backward"]) == (1, 1, 0)
-    assert device.waits == 0, "a step must not wait for the device"
+    assert Event.waits == 0, "a step must not wait for the device"
     assert clock.per_step() == clock.per_step()
-    assert device.waits == 1
-    assert sum(clock.seconds.values()) == len(device.events) - 1
+    assert Event.waits == 1
+    assert sum(clock.seconds.values()) == Event.recorded - 1
 
 
-def test_on_cuda_only_a_wait_in_which_the_device_stood_still_is_one_for_data(device: Device) -> None:
+def test_on_cuda_only_a_wait_in_which_the_device_stood_still_is_one_for_data() -> None:
     clock = StepClock(None, torch.device("cuda"))
     clock.before_step(batch(wait_seconds=0.25))
     clock.before_step(batch(wait_seconds=7.0))
     clock.after_step(batch())
-    device.done = len(device.events)
+    Event.done = Event.recorded
     clock.after_step(batch())
     assert (clock.seconds["data"], clock.seconds["other"]) == (1.25, 0.75)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from ddp_core.cli.prepare import check_request, prepare
 from ddp_core.config.options import Asked
 from ddp_core.trainers.graphed import CudaRecorder, GraphedPasses, Replay
 from tests.core.trainers.test_trainers import CPU, experiment
+from tests.gpu_standin.playing import on_devices
 from tests.support.wording import refusing
 
 
@@ -125,40 +126,28 @@ def test_a_model_that_cannot_be_recorded_is_named_in_one_line() -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_what_broke_a_recording_is_raised_and_the_stream_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a broken recording raises, too, before torch.cuda.graph puts the stream back."""
-    current = ["the usual one"]
+def _broken_recordings() -> list[str]:
+    """What is raised where the recorded function meets an error, and where it keeps it to itself."""
+    said, usual = [], torch.cuda.current_stream()
+    for kept in ((), (RuntimeError,)):
 
-    @contextlib.contextmanager
-    def stream(chosen: str) -> Iterator[None]:
-        before, current[0] = current[0], chosen
+        def reads_the_device(kept: Any = kept) -> None:
+            with contextlib.suppress(*kept):
+                torch.cuda.synchronize()
+
         try:
-            yield
-        finally:
-            current[0] = before
+            CudaRecorder(torch.device("cuda", 0)).record(reads_the_device)
+        except RuntimeError as error:
+            said.append(str(error))
+        assert torch.cuda.current_stream() == usual
+    return said
 
-    class Graph:
-        def __init__(self, *_: Any, **named: Any) -> None:
-            self.stream = named["stream"]
 
-        def __enter__(self) -> None:
-            current[0] = self.stream
-
-        def __exit__(self, *_: object) -> None:
-            raise RuntimeError("operation failed due to a previous error during capture")
-
-    for name, value in {"stream": stream, "graph": Graph, "CUDAGraph": object, "Stream": lambda _: "aside"}.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-
-    def reads_the_device() -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    with refusing(RuntimeError):
-        CudaRecorder(torch.device("cuda", 0)).record(reads_the_device)
-    assert current == ["the usual one"]
-    with refusing(RuntimeError):
-        CudaRecorder(torch.device("cuda", 0)).record(lambda: None)
+def test_what_broke_a_recording_is_raised_and_the_stream_is_put_back() -> None:
+    """The end of a broken recording raises, too, before torch.cuda.graph puts the stream back."""
+    first, second = on_devices(1, _broken_recordings)
+    assert "operation not permitted when stream is capturing" in first
+    assert "failed due to a previous error during capture" in second
 
 
 @pytest.mark.parametrize(

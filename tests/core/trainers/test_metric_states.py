@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +14,11 @@ from ddp_core.base.torchvision_import import import_torchvision
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.trainers.metric_states import MetricStates
-from ddp_core.trainers.own_metrics import OwnMetrics, _named
-from tests.support.commands import train, trained
+from ddp_core.trainers.own_metrics import OwnFigures, OwnMetrics, _named
 
 pytestmark = pytest.mark.extras("torchmetrics")
 
 CPU = torch.device("cpu")
-FILE = str(Path(__file__).parent / "experiment_files" / "other_peoples_metrics.py")
 SIZES = (7, 7, 7, 2)
 
 
@@ -117,6 +114,22 @@ def test_metrics_that_are_made_of_others() -> None:
     assert [*each] == [f"test_it_multiclassaccuracy_{number}" for number in range(3)]
 
 
+def test_they_are_reported_beside_functions_and_none_of_them_is_left_changed() -> None:
+    library, given = torchmetrics(), batches("classes")
+    drawn = library.wrappers.BootStrapper(library.classification.MulticlassF1Score(3), num_bootstraps=3)
+    named = {"each": library.classification.MulticlassF1Score(3, average="none"), "drawn": drawn, "total": total}
+    figures = OwnFigures(OwnMetrics.of(named), len(given), CPU)
+    for number, batch in enumerate(given):
+        figures.add(number, *batch)
+    found = figures.all(Collectives(World(), CPU))
+    assert [*found] == ["test_each", "test_drawn_mean", "test_drawn_std", "test_total"]
+    assert (len(found["test_each"]), None in found.values(), drawn.update_called) == (3, False, False)
+
+
+def total(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.sum()
+
+
 def test_what_cannot_be_merged_is_refused_by_name() -> None:
     library = torchmetrics()
 
@@ -160,30 +173,3 @@ def test_what_cannot_be_merged_is_refused_by_name() -> None:
         kind = "numbers" if isinstance(metric, Own) else "classes"
         with pytest.raises(UserError, match=f"it.*{found}"):
             merged(metric, batches(kind)[:2], compared=True)
-
-
-def facts(record: dict[str, Any]) -> dict[str, Any]:
-    assert record["status"] == "completed"
-    return {name: value for name, value in record["result"].items() if name.startswith(("test_", "ema_"))}
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("alone")
-    train(output, FILE)
-    return output
-
-
-@pytest.mark.slow
-def test_the_figures_are_the_same_on_every_layout(alone: Path, tmp_path: Path) -> None:
-    expected = facts(trained(alone)[1])
-    assert {"test_auroc", "test_f1", "test_drawn_mean", "ema_test_auroc", "test_largest"} <= expected.keys()
-    assert None not in expected.values()
-    assert len(expected["test_per_class"]) == 3
-    assert facts(train(tmp_path / "dp", FILE, "--layout", "dp", "--nproc-per-node", "2")) == expected
-    for ranks in (2, 3):
-        assert facts(train(tmp_path / f"ddp-{ranks}", FILE, ranks=ranks)) == expected
-    cut = facts(train(tmp_path / "cut", FILE, "--shard", "parameters", "--set", "ema_decay=null", ranks=2))
-    assert cut == {name: value for name, value in expected.items() if name.startswith("test_")}
-    rank0 = train(tmp_path / "rank0", FILE, "--set", "evaluation.where=rank0", ranks=2)
-    assert facts(rank0) == expected

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -164,6 +165,8 @@ def _lived_in() -> TrainState:
         state.scaler.update(3.0)
         state.schedule.step()
         state.average.update_parameters(state.model)
+    for kept in state.optimizer.state.values():
+        kept |= {"newest": deque([torch.rand(3), 2], maxlen=3), "by_decay": {0.9: [torch.rand(2), "a text"]}}
     state.callbacks[0].load_state_dict({"count": 7})
     for number, name in enumerate(POSITION, 1):
         setattr(state.position, name, {"loss": float(number)} if name == "evaluation" else number)
@@ -213,6 +216,24 @@ def test_every_entry_of_the_state_comes_back(tmp_path: Path) -> None:
         checkpointer.save(lived.state_dict(), step=lived.step, epoch=0)
     fresh.load_state_dict(load(find_checkpoints(tmp_path)[0]))
     assert _entries(fresh) == expected
+
+
+@pytest.mark.parametrize(("first", "tried"), [(1, 0), (3, 4)])
+def test_an_optimizer_whose_state_no_checkpoint_can_hold_is_refused(first: int, tried: int, tmp_path: Path) -> None:
+    """After the first update; where it comes later, by the save, which is due at the end."""
+
+    def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if trainer.state.step + 1 >= first:
+            for kept in optimizer.state.values():
+                kept["newest"] = range(3)
+
+    record = experiment(optimizer={"lr": 0.1, "momentum": 0.9})
+    with Checkpointer(tmp_path) as checkpointer, trainer_of(record, checkpointer=checkpointer) as trainer:
+        trainer.state.optimizer.register_step_post_hook(keep)
+        with refusing():
+            trainer.train()
+        assert trainer.state.step == tried
+    assert find_checkpoints(tmp_path) == []
 
 
 class Recorder(StepObserver):

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_core import Callback, Component, Experiment
 from ddp_core.observe.callback import Moment
 
 LOSES = os.environ.get("LOSES", "nothing")
-COUNTS = {"updates": 0, "steps": 0}
+COUNTS = {"updates": 0}
 
 
 class Slower(torch.optim.SGD):
@@ -27,10 +27,9 @@ class Slower(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.t += 1
         COUNTS["updates"] += 1
-        parts = {"attribute": self.t, "in its state_dict": self.t, "global of the optimizer": COUNTS["updates"]}
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.sub_(parameter.grad, alpha=group["lr"] / parts.get(LOSES, 1))
+                parameter.sub_(parameter.grad, alpha=group["lr"] / self.t)
 
 
 class Remembers(Slower):
@@ -45,53 +44,26 @@ class Remembers(Slower):
         super().load_state_dict(state)
 
 
-class Jumps(LambdaLR):
-    """Takes back what its rule says by a count that its state_dict leaves out."""
-
-    moves = 0
-
-    def step(self, epoch: int | None = None) -> None:
-        super().step(epoch)
-        self.moves += 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.1 / (1 + self.moves)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in super().state_dict().items() if name != "moves"}
-
-
 class Net(nn.Sequential):
-    """Scales its answer by the steps that a callback has counted, where LOSES says so."""
+    """Keeps what it was given last, which nothing depends on."""
 
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__(*layers)
-        self.count = 0
-        self.last: Tensor | None = None
+    last: Tensor | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if LOSES == "in a cache":
-            self.last = inputs.mean(0)
-        scales = {"of the model": self.count, "global of the model": COUNTS["steps"]}
-        return super().forward(inputs) / (1 + 0.01 * scales.get(LOSES, 0))
+        self.last = inputs.mean(0)
+        return super().forward(inputs)
 
 
-class Counts(Callback):
-    """Counts steps, and writes down what it has counted."""
+class CountsOn(Callback):
+    """Counts steps, keeps the count in checkpoints, and writes it down in the end."""
 
     seen = 0
 
     def on_step(self, moment: Moment) -> None:
         self.seen += 1
-        COUNTS["steps"] += 1
-        if LOSES != "nothing":
-            moment.model.count = moment.step  # type: ignore[assignment]
 
     def on_end(self, moment: Moment) -> None:
         (moment.directory / "seen.txt").write_text(str(self.seen))
-
-
-class CountsOn(Counts):
-    """Keeps its count in checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": object() if LOSES == "what nothing can hold" else self.seen}
@@ -103,18 +75,18 @@ class CountsOn(Counts):
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     if LOSES == "nothing":
         return torch.optim.SGD(model.parameters(), lr=0.1)
-    return (Remembers if LOSES in ("in its state_dict", "what nobody reads") else Slower)(model.parameters(), lr=0.1)
+    return (Slower if LOSES == "attribute" else Remembers)(model.parameters(), lr=0.1)
 
 
-def schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
-    return (Jumps if LOSES == "of the schedule" else LambdaLR)(optimizer, lambda step: 1 / (1 + step))
+def schedule(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
 def model() -> nn.Module:
     return Net(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-callbacks = {"of a callback": [Counts()]}.get(LOSES, [CountsOn()])
+callbacks = [CountsOn()]
 experiment = Experiment(
     name="loses",
     data=Component(name="toy_data", options={"size": 64}),
