@@ -18,7 +18,7 @@ Rogaway (below) is used, the "prefix cipher": hash every position to 64 bits and
 sort per epoch, and its orders do not show the network's structure, which would be visible where a half has only a few
 bits.
 
-Statistics (tests/core/test_sampler_statistics.py, `python -m benchmarks.sampler`): chi-square of id against position,
+Statistics (`python -m benchmarks.sampler`): chi-square of id against position,
 of neighbours in the order at several distances, and of equal positions in neighbouring epochs and seeds, shows no
 departure from uniform. With fewer rounds it does: five fail at 2**15 samples, four at every length tried; six pass,
 and eight leave a margin. All short permutations come equally often. This is a shuffle, not a cipher: keep no secret

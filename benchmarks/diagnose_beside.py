@@ -1,7 +1,7 @@
 """Two other tools on the scripts with known bugs, each in an environment of its own.
 
-python -m tests.lab.diagnose.beside guardtower     audits the first step of each script, and of its clean twin
-python -m tests.lab.diagnose.beside traincheck     learns from the clean twin, then checks the script
+python -m benchmarks.diagnose_beside guardtower     audits the first step of each script, and of its clean twin
+python -m benchmarks.diagnose_beside traincheck     learns from the clean twin, then checks the script
 
 Run it by the Python of an environment that has the tool and torch. Both are given their best: guardtower the script's
 own model, optimizer and loss; TrainCheck the clean twin as the good run that it learns from, and that twin again, so
@@ -74,7 +74,7 @@ def guardtower(name: str, folder: Path) -> dict[str, object]:
 
 def fork(folder: Path, rank: int, port: int, words: list[str]) -> int:
     """Run audited.py as one of two ranks in a fork, which has torch already; the process's number."""
-    import guardtower  # noqa: F401
+    import guardtower  # type: ignore[import-not-found]  # noqa: F401
     import torch
 
     if pid := os.fork():
@@ -170,4 +170,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
