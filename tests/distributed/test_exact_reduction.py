@@ -129,7 +129,7 @@ def test_trainings_on_nodes_of_any_shape_end_with_the_digest_of_one_process(thor
 
 @pytest.mark.parametrize("world", ["2 x 2", "3 x 2"])
 def test_sums_in_two_levels_send_out_of_a_node_what_a_ring_sends(world: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are threads here. What rounds and parts send: tests/core/reduction/test_parts_on_threads.py."""
+    """Ranks are threads here. What rounds and parts send: tests/core/reduction/test_parts.py."""
     use_threads(monkeypatch)
     nodes, elements = level_cases.WORLDS[world], 3 << 17
     world_size, wires = sum(map(len, nodes)), list[Wires]()

@@ -71,7 +71,7 @@ ALSO: dict[str, tuple[int, ...]] = {
     "tests/core/test_bad_input.py::test_bad_input_is_refused_before_anything_is_started": (18, 21, 23),
     "tests/distributed/test_layouts.py::test_plain_reduction_with_a_ragged_end_leaves_nobody_waiting": (17,),
     "tests/core/distributed/test_stop.py::test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened": (28, 29),
-    "tests/core/record/test_run_lock.py::test_the_second_run_in_a_directory_is_told_who_holds_it": (30,),
+    "tests/core/record/test_lock.py::test_the_second_run_in_a_directory_is_told_who_holds_it": (30,),
 }
 """Tests of rows that record nothing, or whose source does not say for which row."""
 

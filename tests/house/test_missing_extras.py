@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from ddp_core.base.extras import EXTRAS
 from ddp_core.cli.commands import ddp as group
 from ddp_core.config.options import Asked
-from tests.core.cli.test_options import VALUES
+from tests.core.config.test_options import VALUES
 from tests.support.commands import ROOT, command, search_path
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -57,8 +57,8 @@ ELSEWHERE = {
     "srun --ntasks 6 ddp train digits": SLURM,
     "docker stack deploy --resolve-image never --compose-file launch/swarm/stack.yaml ddp": SWARM,
     "kubectl apply -f launch/kubernetes/job.yaml": "tests/docker/test_kubernetes_pods.py",
-    "ddp data fetch fashion_mnist": "tests/core/data/test_data_fetch.py",
-    "ddp data fetch cifar10": "tests/core/data/test_data_fetch.py",
+    "ddp data fetch fashion_mnist": "tests/core/data/test_fetch.py",
+    "ddp data fetch cifar10": "tests/core/data/test_fetch.py",
 }
 """Commands that need an engine, a network or minutes, and the tests that hold them."""
 

@@ -14,7 +14,7 @@ from ddp_core.experiment.file import load_experiment
 from ddp_core.experiment.request import build_parts
 from ddp_core.model.forward_state import ForwardState
 from ddp_core.record.reading import Run
-from tests.core.run.test_whose_fault import HEAD
+from tests.core.run.test_run import HEAD
 from tests.core.test_bad_input import MODES
 from tests.support.commands import ddp, trained
 

@@ -18,7 +18,7 @@ from ddp_core.launch.launch import _close_record
 from ddp_core.launch.meeting import join
 from ddp_core.launch.nodes import Meeting
 from ddp_core.record.lock import RunLock
-from tests.core.record.test_run_directory import make, request
+from tests.core.record.test_directory import make, request
 from tests.support.commands import command
 
 ALONE = Meeting(launch_id="mine")

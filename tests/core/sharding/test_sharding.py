@@ -13,7 +13,7 @@ from ddp_core.config.experiment import Component, DdpOptions, Experiment
 from ddp_core.config.layout import ShardMode
 from ddp_core.experiment.request import promise_broken_by
 from ddp_core.sharding import Sharding
-from tests.core.sharding.test_unsuitable import Number
+from tests.core.sharding.test_blocks import Number
 from tests.support.wording import refusing
 
 

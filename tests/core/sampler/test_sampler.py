@@ -24,7 +24,7 @@ from tests.support.wording import refusing
 # the lengths just above.
 LENGTHS = [0, 1, 2, 3, 4, 5, 63, 1437, BLOCK - 1, BLOCK, BLOCK + 1, 2**15, 2**15 + 1, 50_000, 2**16 + 1]
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "sampler-in-your-own-script.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "sampler-in-your-own-script.md"
 BLOCKS_OF_THE_PAGE = [
     pytest.param(block, marks=[pytest.mark.extras("torchdata")] if "torchdata" in block else [])
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)

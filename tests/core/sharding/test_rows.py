@@ -22,7 +22,7 @@ from ddp_core.checkpoint import CutTensor
 from ddp_core.sharding import OwnsPieces
 from ddp_core.sharding.block_gather import _Gather, gather_by_messages
 from ddp_core.sharding.rows import OwnsRows
-from tests.core.sharding.test_pieces_on_threads import STEPS, Net, bits, trained
+from tests.core.sharding.test_pieces import STEPS, Net, bits, trained
 from tests.support.thread_group import GATHERS, on_thread_world
 
 
