@@ -104,7 +104,7 @@ def main() -> None:
         (directory,) = output.glob("*/*/")
         results: dict[str, Any] = {
             "steps": steps,
-            "ranks": {rank: {"last": each[-1], "slopes": slopes(each)} for rank, each in sorted(samples.items())},
+            "ranks": {str(rank): {"last": each[-1], "slopes": slopes(each)} for rank, each in sorted(samples.items())},
             "bytes_per_step": sizes(directory, steps),
         }
     for rank, each in results["ranks"].items():

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -25,6 +26,8 @@ from ddp_core.trainers.step_losses import StepLosses
 POINTS = ("forward", "backward", "exchange", "update", "updated", "evaluation", "save", "later")
 HAS_SENT = [False]
 """Whether this process has sent all that it sends beside gradients, but not run the step's last backward."""
+MOST = [1]
+"""How many ranks there have been at most."""
 LEFT = dict.fromkeys(POINTS, -1)
 """How many times this process may still come to each point; below 0: always."""
 
@@ -76,6 +79,15 @@ def network() -> nn.Module:
     return nn.Sequential(*hidden, Struck(), nn.Linear(12, 3))
 
 
+def wait_for_successor() -> None:
+    """Let a process join that shall be killed, too, before the steps are done: the others train slowly without it."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    MOST[0] = max(MOST[0], ranks)
+    kills = os.environ.get("STRUCK_KILLS", "")
+    if ranks < MOST[0] and any(".0" not in each.split()[0] for each in kills.split(",") if each):
+        time.sleep(1)
+
+
 def save(*arguments: Any, **named: Any) -> None:
     usual_save(*arguments, **named)
     pass_by("save")
@@ -89,6 +101,7 @@ def send(*arguments: Any, **named: Any) -> None:
 usual_save, torch.save = torch.save, save
 usual_send, StepLosses.send = StepLosses.send, send  # type: ignore[method-assign]
 register_optimizer_step_pre_hook(lambda *_: time.sleep(float(os.environ.get("STRUCK_PAUSE", "0"))))
+register_optimizer_step_pre_hook(lambda *_: wait_for_successor())
 register_optimizer_step_pre_hook(lambda *_: pass_by("update"))
 register_optimizer_step_post_hook(lambda *_: pass_by("updated"))
 

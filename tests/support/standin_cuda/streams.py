@@ -21,6 +21,13 @@ class Stream:
         self.device = resolved("cuda" if device is None else device)
         self.priority = priority
         self.stream_id = self.cuda_stream = next(_numbers)
+        self._context = StreamContext(self)
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
 
     @property
     def device_index(self) -> int:
