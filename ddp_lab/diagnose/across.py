@@ -84,8 +84,8 @@ def with_one_process(one: Run, run: Run, draws: bool) -> Finding:
         name: multiple(alone.reduced(name), at[0].reduced(name)) for name, off in rounding.items() if off > CLEAR
     }
     others = {name: factor for name, factor in factors.items() if factor is None or abs(factor - 1) > CLEAR}
-    if others and _draws_after_forward(alone):
-        raise UserError("not proved: the gradient is another, and random numbers are drawn between forward and step")
+    if others and (doubt := _doubt(alone, at)):
+        raise UserError(f"not proved: the gradient is another, and {doubt}")
     which, where = f"one process with the same weights and the samples of all {run.world} ranks", at[0].event["site"]
     if others:
         unseen = next((each["site"] for step in at for each in step.unseen), None)
@@ -122,9 +122,15 @@ def has_samples_of(one: Run, run: Run) -> bool:
     return sorted(_first_samples(one)) == sorted(_first_samples(run))
 
 
-def _draws_after_forward(step: Step) -> bool:
-    """Whether random numbers are drawn between the last forward pass and the step: by the loss, or for a next batch."""
-    return bool(step.forwards) and step.forwards[-1]["generators"] != step.event["generators"]
+def _doubt(alone: Step, at: Sequence[Step]) -> str:
+    """Why it may be no bug that one process has another gradient; empty where nothing speaks for that."""
+    if alone.forwards and alone.forwards[-1]["generators"] != alone.event["generators"]:
+        return "random numbers are drawn between forward and step"  # by the loss, or for a next batch
+    # Batches were put together along the first dimension, which may be time.
+    batches = [each for step in at for each in step.batches if each["ids"] is not None]
+    if any(len(each["ids"]) != len(each["rows"]) for each in batches):
+        return "the batches of a loader have not one row for each sample"
+    return ""
 
 
 def _first_samples(run: Run) -> list[str]:

@@ -124,7 +124,9 @@ def _script(rank: int, world_size: int, script: Path, folder: Path, words: list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "steps", "stop"), [(PORTED / "after.py", 48, "25"), (LOOP, 44, "18")], ids=str)
+@pytest.mark.parametrize(
+    ("script", "steps", "stop"), [(PORTED / "after.py", 48, "25"), (LOOP, 44, "18")], ids=["after.py", "ring_loop.py"]
+)
 def test_a_script_ends_with_one_digest_also_when_resumed_on_other_ranks(
     script: Path, steps: int, stop: str, tmp_path: Path
 ) -> None:

@@ -115,13 +115,14 @@ def with_one_process(seen: dict[str, list[float]], **changes: Any) -> Finding:
 
     rate, unseen, draws = changes.pop("rate", 0.1), changes.pop("unseen", []), changes.pop("draws", False)
     used, moved, scale = {"w": [1.0, 2.0], "b": [3.0], "k": [1e-9]}, changes.pop("moved", []), changes.pop("scale", 1.0)
-    buffers = changes.pop("buffers", {})
+    buffers, batches = changes.pop("buffers", {}), changes.pop("batches", [])
     one = step(**{"samples": ["a", "b"], "gradients": gradients(used), "updates": updates(used, 0.1)} | changes)
     one.forwards[0]["moved"] = moved
     one.forwards[0]["buffers"] = buffers
     did = {"gradients": gradients(seen), "updates": updates(seen, rate)}
     ranks = [[step(rank=rank, world=2, samples=["ab"[rank]], **did)] for rank in range(2)]
     ranks[0][0].unseen.extend(unseen)
+    ranks[0][0].batches.extend(batches)
     return across.with_one_process(run([one]), run(*ranks), draws)
 
 
@@ -168,8 +169,8 @@ def test_the_step_is_that_of_one_process_with_the_samples_of_all_ranks(
         ([1.0, 2.0], {"samples": ["a", "c"]}, "could not be given the samples"),
         ([1.0, 2.0], {"moved": ["torch"]}, "random numbers"),
         ([1.0, 2.0], {"gradients": {}}, "not known"),
-        # A loss that draws proves no other gradient.
         ([2.0, 1.0], {"generators": {"torch": "moved on"}}, "random numbers are drawn between forward and step"),
+        ([2.0, 1.0], {"batches": [{"ids": [0, 1], "rows": ["first time"]}]}, "not one row for each sample"),
     ],
 )
 def test_where_nothing_is_proved_that_is_said(seen: list[float], changes: dict[str, Any], said: str) -> None:
