@@ -1,15 +1,17 @@
-"""What the command line says of itself: its commands, their options, its version."""
+"""What the command line says of itself, and whole commands: what was asked for reaches the run and its record."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import signal
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from subprocess import run
 
+import psutil
 import pytest
 
 from ddp_core.cli import main
@@ -17,7 +19,7 @@ from ddp_core.cli.click_kinds import _summary
 from ddp_core.config.options import groups
 from ddp_core.config.records import command_line, option_name
 from tests.core.cli.asking import understood
-from tests.support.commands import command
+from tests.support.commands import command, ddp, forked, train, trained, wait_until
 from tests.support.processes import HANG
 
 ROOT = Path(__file__).parents[3]
@@ -103,3 +105,40 @@ def test_the_help_of_train_names_every_option_and_its_examples_are_understood(
     assert len(examples.splitlines()) >= 3
     for line in examples.splitlines():
         understood(*shlex.split(line, comments=True)[2:])
+
+
+def test_settings_reach_the_run_and_its_record(tmp_path: Path) -> None:
+    words = ("--set", "optimizer.lr=0.125", "--set", "epochs=3", "--set", "model.sizes=[10, 7, 1]")
+    record = train(tmp_path, "toy_mlp", *words, "--set", "model.name=mlp", "--keep-last", "1", "--log-every", "2")
+    assert record["experiment"]["optimizer"]["lr"] == 0.125
+    assert record["experiment"]["epochs"] == 3
+    assert record["experiment"]["model"] == {"name": "mlp", "options": {"sizes": [10, 7, 1], "dropout": 0.0}}
+    assert (record["options"]["keep_last"], record["options"]["log_every"]) == (1, 2)
+    assert record["result"]["steps"] == 6
+    assert record["result"]["parameters"] == 7 * 11 + 8
+    assert "--set optimizer.lr=0.125" in record["command"]
+    directory, _ = trained(tmp_path)
+    assert (directory.path / "source" / "toy_mlp.py").read_text() == (ROOT / "experiments" / "toy_mlp.py").read_text()
+
+
+def test_a_rendezvous_listens_at_one_address_alone_until_it_is_told_to_end() -> None:
+    with forked("rendezvous", "--port", 0, "--bind", "localhost") as server:
+        wait_until(lambda: server.said()[0].endswith("\n"), HANG, "it listens")
+        # The store is also a client of its own.
+        connections = psutil.Process(server.pid).net_connections("tcp")
+        (found,) = (each for each in connections if each.status == psutil.CONN_LISTEN)
+        assert server.said()[0] == f"rendezvous: listening on port {found.laddr.port} of {found.laddr.ip}\n"
+        assert found.laddr.ip in ("127.0.0.1", "::1")
+        second = ddp("rendezvous", "--port", found.laddr.port)
+        assert second.code == 4
+        assert f"port {found.laddr.port} is in use" in second.errors
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.end().code == 0
+    assert ddp("rendezvous", "--check", "nowhere").code == 2
+
+
+@pytest.mark.parametrize(("name", "said"), [("192.0.2.77", "has the address 192.0.2.77"), ("nowhere.invalid", "name")])
+def test_a_rendezvous_elsewhere_is_bad_input(name: str, said: str) -> None:
+    ended = ddp("rendezvous", "--bind", name)
+    assert (ended.code, said in ended.errors) == (2, True), ended.errors
+    assert "Traceback" not in ended.errors
