@@ -30,8 +30,8 @@ def run(folder: Path, *words: str | Path, **variables: str) -> subprocess.Comple
 
 
 def settings() -> dict[str, str]:
-    """The environment's variables without those that point to this working tree, or to a launch."""
-    left_out = {"PYTHONPATH", "DDP_OUTPUT", "DDP_DATA", *LAUNCHER_VARIABLES}
+    """The variables of a reader: without those that point to this working tree, to a launch, or are set for tests."""
+    left_out = {"PYTHONPATH", "DDP_OUTPUT", "DDP_DATA", "DDP_REHEARSAL", *LAUNCHER_VARIABLES}
     return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
