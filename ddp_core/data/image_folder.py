@@ -174,13 +174,9 @@ def _listed(place: Path, present: Sequence[str], classes: Sequence[str], left: C
     for name in present:
         if name not in classes:
             raise UserError(f"data image_folder: {place / name} is a class that the training images do not have")
-        found = []
-        for file in _each_file_once(place / name):
-            ending = Path(file).suffix.lower()
-            if ending in ENDINGS:
-                found.append(file)
-            else:
-                left[ending or "without an ending"] += 1
+        every = {file: Path(file).suffix.lower() for file in _each_file_once(place / name)}
+        found = [file for file, ending in every.items() if ending in ENDINGS]
+        left.update(ending or "without an ending" for ending in every.values() if ending not in ENDINGS)
         if not found:
             raise UserError(f"data image_folder: {place / name} has no images ({', '.join(ENDINGS)})")
         label = classes.index(name)
