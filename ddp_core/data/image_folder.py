@@ -71,13 +71,14 @@ def image_folder(
     count, stored = len(train), image_size + image_size // 8
     names = np.array([os.fsencode(path) for path, _ in (*train, *test)])
     labels = np.array([label for _, label in (*train, *test)])
+    commonest = ", ".join(f"{number} {ending}" for ending, number in sorted(left.most_common(9)))
     return Splits(
         train=ImageFiles(Paths(names[:count]), labels[:count], stored, stored if augment else image_size),
         test=ImageFiles(Paths(names[count:]), labels[count:], stored, image_size) if test else None,
         classes=len(classes),
         augmentation=crop_and_flip(image_size) if augment else None,
         files=Paths(names),
-        note=f"left out {', '.join(f'{number} {ending}' for ending, number in sorted(left.items()))}" if left else "",
+        note=f"left out {left.total()} files: {commonest}" if left else "",
     )
 
 
