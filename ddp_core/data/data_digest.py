@@ -67,10 +67,8 @@ ADVICE = (
 def digest_items(splits: Splits) -> DataDigest:
     """The digest that the builder gives, or one over a sample of the items; does not touch the random generators."""
     if splits.digest:
-        return DataDigest(splits.digest, _GIVEN)
-    parts: dict[str, str] = {}
-    sizes = []
-    sampled = False
+        return with_weights(DataDigest(splits.digest, _GIVEN), splits)
+    parts, sizes, sampled = dict[str, str](), list[str](), False
     # Reading items must not change what is drawn in training.
     with generators_kept(), user_code("your data set"):
         for split, dataset in (("training", splits.train), ("held-out", splits.test)):
@@ -83,9 +81,16 @@ def digest_items(splits: Splits) -> DataDigest:
             if found[:_READ_TWICE] != [_item_digest(dataset, index) for index in ids[:_READ_TWICE]]:
                 return DataDigest(None, _UNSTEADY)
             parts |= {f"sample {index} ({split})": digest for index, digest in zip(ids, found, strict=True)}
-    if splits.weights is not None:
-        parts["weights"] = tree_digest([splits.weights, splits.test_weights])
-    return _of_parts(" and ".join(sizes), parts, sampled)
+    return with_weights(_of_parts(" and ".join(sizes), parts, sampled), splits)
+
+
+def with_weights(found: DataDigest, splits: Splits) -> DataDigest:
+    """The digest of the data and of what the samples weigh, which neither the builder's digest nor files need tell."""
+    if splits.weights is None and splits.test_weights is None:
+        return found
+    weights = tree_digest([splits.weights, splits.test_weights])
+    whole = hashlib.sha256(f"{found.sha256} {weights}".encode()).hexdigest()
+    return replace(found, sha256=whole, parts={**found.parts, "weights": weights} if found.parts else {})
 
 
 def unsteady_sample(splits: Splits) -> int | None:

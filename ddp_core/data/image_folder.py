@@ -71,13 +71,14 @@ def image_folder(
     count, stored = len(train), image_size + image_size // 8
     names = np.array([os.fsencode(path) for path, _ in (*train, *test)])
     labels = np.array([label for _, label in (*train, *test)])
+    commonest = ", ".join(f"{number} {ending}" for ending, number in sorted(left.most_common(9)))
     return Splits(
         train=ImageFiles(Paths(names[:count]), labels[:count], stored, stored if augment else image_size),
         test=ImageFiles(Paths(names[count:]), labels[count:], stored, image_size) if test else None,
         classes=len(classes),
         augmentation=crop_and_flip(image_size) if augment else None,
         files=Paths(names),
-        note=f"left out {', '.join(f'{number} {ending}' for ending, number in sorted(left.items()))}" if left else "",
+        note=f"left out {left.total()} files: {commonest}" if left else "",
     )
 
 
@@ -174,13 +175,9 @@ def _listed(place: Path, present: Sequence[str], classes: Sequence[str], left: C
     for name in present:
         if name not in classes:
             raise UserError(f"data image_folder: {place / name} is a class that the training images do not have")
-        found = []
-        for file in _each_file_once(place / name):
-            ending = Path(file).suffix.lower()
-            if ending in ENDINGS:
-                found.append(file)
-            else:
-                left[ending or "without an ending"] += 1
+        every = {file: Path(file).suffix.lower() for file in _each_file_once(place / name)}
+        found = [file for file, ending in every.items() if ending in ENDINGS]
+        left.update(ending or "without an ending" for ending in every.values() if ending not in ENDINGS)
         if not found:
             raise UserError(f"data image_folder: {place / name} has no images ({', '.join(ENDINGS)})")
         label = classes.index(name)

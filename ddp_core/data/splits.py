@@ -85,10 +85,8 @@ def weights_of(given: Weights | None, samples: int, whose: str) -> NDArray[np.in
     if given is None:
         return None
     found = np.asarray(given)
-    if found.shape != (samples,) or found.dtype.kind not in "iu" or (found < 0).any() or not found.any():
-        raise UserError(
-            f"{whose}: whole numbers from 0 on are needed, one for each of {samples} samples, not all of them 0"
-        )
+    if found.shape != (samples,) or found.dtype.kind not in "iu" or (found.astype(int) < 0).any() or not found.any():
+        raise UserError(f"{whose}: needed are whole numbers from 0 on, one for each of {samples} samples, not all 0")
     return found.astype(np.int64)
 
 

@@ -16,7 +16,7 @@ from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import replace_file
 from ddp_core.base.refusals import refused
-from ddp_core.data.data_digest import DataDigest, changed_at, digest_files, digest_items
+from ddp_core.data.data_digest import DataDigest, changed_at, digest_files, digest_items, with_weights
 from ddp_core.data.splits import Splits
 from ddp_core.distributed.process_group import Collectives
 
@@ -33,11 +33,11 @@ def has_files_to_read(splits: Splits) -> bool:
 
 def digest_data(splits: Splits) -> DataDigest:
     """The digest of the data, in one process. Raises UserError (4) where a file cannot be read."""
-    return digest_files(splits.files) if has_files_to_read(splits) else digest_items(splits)
+    return with_weights(digest_files(splits.files), splits) if has_files_to_read(splits) else digest_items(splits)
 
 
 def read_on_each_node(
-    files: Sequence[Path], collectives: Collectives, known: DataDigest | None
+    splits: Splits, collectives: Collectives, known: DataDigest | None
 ) -> tuple[DataDigest | None, list[DataDigest | None]]:
     """The digest of the files as local rank 0 has read them, and those of all ranks; None for those who read nothing.
 
@@ -46,7 +46,7 @@ def read_on_each_node(
     """
     with ThreadPoolExecutor(1) as thread:
         reads = collectives.world.local_rank == 0
-        reading = thread.submit(lambda: known or digest_files(files)) if reads else None
+        reading = thread.submit(lambda: known or digest_data(splits)) if reads else None
         while True:
             if reading is not None:
                 wait([reading], _ROUND_SECONDS)

@@ -146,8 +146,7 @@ class ExactReduction:
         self._written = WrittenParameters(inner, before_reading=before_reading)
         self._steps = 0
         # Whether a step has begun, and how many micro-batches of it this rank has run.
-        self._has_begun = False
-        self._run = 0
+        self._has_begun, self._run = False, 0
         self._shares: Shares
         self._own = own
         self.compares_updates = True
@@ -190,8 +189,10 @@ class ExactReduction:
         micro_batches = self.micro_batches if micro_batches is None else micro_batches
         if micro_batches < 1:
             raise ValueError(f"a step needs at least one micro-batch, got {micro_batches}")
-        if self._to_compare is not None and self._steps.bit_count() <= self.compares_updates:
-            require_equal_weights(self._to_compare, self._inner, f"after step {self._steps} of this start")
+        if not self._has_begun:  # a step may be begun again on some ranks alone, which must not meet a collective
+            if self._to_compare is not None and self._steps.bit_count() <= self.compares_updates:
+                require_equal_weights(self._to_compare, self._inner, f"after step {self._steps} of this start")
+            self._steps += 1
         self._shares.begin(micro_batches)
         self.share = self._shares.share(micro_batches)
         self._has_begun, self._run = True, 0
@@ -199,7 +200,6 @@ class ExactReduction:
             parameter.grad = None
         self._statistics.begin()
         self._foreign.begin(self._statistics.layers)
-        self._steps += 1
         self._written.begin(by_values=self._steps.bit_count() == 1 and len(self.share) > 1)
 
     @contextlib.contextmanager

@@ -150,7 +150,7 @@ def _build_the_same(
     everyones = facts_of_all(collectives, facts)
     digests = [each.data for each in everyones]
     if None in digests:
-        digest, digests = read_on_each_node(splits.files, collectives, digest)
+        digest, digests = read_on_each_node(splits, collectives, digest)
     data = agreed_digest(digest, digests, collectives)
     for module in source.unreadable:
         console.warn(f"the source of module {module} is gone; without it `ddp verify` cannot repeat this run")

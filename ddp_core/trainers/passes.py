@@ -73,7 +73,6 @@ class Passes:
             # empties it: the gradient of a weight that a forward uses twice would depend on when that happens.
             self.autocast = partial(torch.autocast, device.type, self._precision, cache_enabled=False)
         self._memory_format = experiment.memory_format
-        self._loss_weights: dict[int, Tensor] = {}
 
     def outputs_and_loss(self, module: nn.Module, inputs: Tree, targets: Tree) -> tuple[Tree, Tree, Tensor]:
         """Outputs (float32 in mixed precision, too), targets and summed loss of a batch from the loader.
@@ -117,10 +116,8 @@ class Passes:
         A scalar tensor on the model's device, in fp16 multiplied by the scaler's scale. Where the all-reduce divides
         by the number of ranks, `copies` is that number.
         """
-        if divisor not in self._loss_weights:
-            # The number of samples is the same in most steps, what they weigh together another one in each.
-            self._loss_weights = {divisor: torch.tensor(copies / divisor, device=self._device)}
-        weight = self._loss_weights[divisor]
+        # Filled on the device: a copy from the host would wait until the device is done, in each step.
+        weight = torch.full((), copies / divisor, device=self._device)
         return weight if self.scaler is None else self.scaler.scale(weight)
 
 

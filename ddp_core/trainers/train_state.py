@@ -46,9 +46,9 @@ class Position:
     """How many steps are done over the whole run; one that was skipped counts."""
     epoch_loss: float = 0.0
     """Sum of the losses of all samples trained in the epoch so far."""
-    epoch_samples: int = 0
+    epoch_samples: int = 0  # or what they weigh
     last_epoch_loss: float | None = None
-    """Mean loss over the samples of the last epoch that has ended, which the end of the run may cut short."""
+    """Mean loss over the last epoch that has ended, which the end of the run may cut short."""
     best: float | None = None
     evaluation: dict[str, Any] = field(default_factory=dict)
     trained_seconds: float = 0.0

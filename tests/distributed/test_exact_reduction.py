@@ -108,6 +108,10 @@ def test_ranks_that_do_not_agree_are_refused_everywhere() -> None:
         assert part in message
 
 
+def test_a_rank_alone_may_begin_a_step_again() -> None:
+    assert run_processes(cases.begin_again_alone, 2) == [3, 3]
+
+
 @pytest.mark.full
 def test_the_documents_loop_prints_one_digest_alone_and_on_three_ranks() -> None:
     pages = (EXPLANATION.read_text(), HOW_TO.read_text())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ddp_core.base.digests import tree_digest
 from ddp_core.data.data_digest import SAMPLED, changed_at, digest_files, digest_items
 from ddp_core.data.splits import InMemory, Splits
 from ddp_core.data.trees import map_tensors, structure_difference, tensors_of
+from ddp_core.record.data import digest_data
 from tests.support.wording import refusing
 
 
@@ -44,6 +45,19 @@ def test_the_builders_digest_is_believed() -> None:
     other = digest_items(Splits(Squares(10), digest="abd"))
     assert changed_at(digest, other) == "the builder gives another digest"
     assert changed_at(digest, digest) is None
+
+
+@pytest.mark.parametrize("known", ["the builder", "files", "items"])
+def test_what_samples_weigh_is_part_of_the_data(known: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    splits = Splits(
+        Squares(3),
+        Squares(2),
+        digest="abc" if known == "the builder" else "",
+        files=[tmp_path / "file"] if known == "files" else (),
+    )
+    weighed = [splits, *(replace(splits, **{name: np.array([1, 2])}) for name in ("weights", "test_weights"))]
+    assert len({digest_data(each).sha256 for each in weighed}) == 3
 
 
 def test_a_sample_of_the_items_is_read() -> None:

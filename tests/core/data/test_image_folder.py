@@ -50,6 +50,17 @@ def as_in_the_docs(path: Path, size: int) -> torch.Tensor:
     return (pixels / 255 - mean.view(3, 1, 1)) / deviation.view(3, 1, 1)
 
 
+def test_of_many_endings_that_are_left_out_the_commonest_are_named(tmp_path: Path) -> None:
+    write_images(tmp_path / "mine")
+    for number in range(40):
+        (tmp_path / "mine" / "ants" / f"of.{min(number, 20)} or {number}").touch()
+        (tmp_path / "mine" / "ants" / f"{number}.gif").touch()
+    note = image_folder(tmp_path, "mine", image_size=16).note
+    assert note.startswith("left out 80 files: ")
+    assert "40 .gif" in note
+    assert note.count(",") == 8
+
+
 def test_every_file_is_a_sample_with_its_folder_for_a_label(tmp_path: Path) -> None:
     write_images(tmp_path / "mine")
     (tmp_path / "mine" / "ants" / "notes.txt").write_text("no image")
@@ -58,7 +69,7 @@ def test_every_file_is_a_sample_with_its_folder_for_a_label(tmp_path: Path) -> N
     splits = image_folder(tmp_path, "mine", image_size=16, test_share=0.2, augment=False)
     assert (splits.classes, splits.augmentation) == (3, None)
     assert splits.test is not None
-    assert (len(splits.train), len(splits.test), splits.note) == (24, 6, "left out 1 .txt, 1 .webp")
+    assert (len(splits.train), len(splits.test), splits.note) == (24, 6, "left out 2 files: 1 .txt, 1 .webp")
     assert [splits.test[index][1] for index in range(6)] == [0, 0, 1, 1, 2, 2]
     files = list(splits.files)
     assert {

@@ -74,6 +74,6 @@ def test_weights_are_one_whole_number_for_each_sample() -> None:
     found = weights_of([0, 3, 1], 3, "weights")
     assert found is not None
     assert (found.tolist(), weights_of(None, 3, "weights")) == ([0, 3, 1], None)
-    for given in ([1, 2], [1, 2, -1], [0.5, 1, 1], [0, 0, 0]):
+    for given in ([1, 2], [1, 2, -1], [0.5, 1, 1], [0, 0, 0], np.array([2**63, 1, 1], np.uint64)):
         with refusing():
             weights_of(given, 3, "weights")  # type: ignore[arg-type]
