@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tomllib
-import venv
 import zipfile
 from email import message_from_bytes
 from email.message import Message
@@ -21,7 +19,6 @@ from ddp_core.record.directory import find_runs
 from tests.house.conftest import build, run
 from tests.support.commands import ROOT
 from tests.support.layout_cases import ADAMW_MLP
-from tools.torch_build import choose_build
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PLACE = "https://example.org/somebody/samebits"
@@ -139,29 +136,3 @@ def test_installed_wheels_list_and_train_from_an_empty_directory(installed: Path
     assert {record["status"] for record in records} == {"completed"}
     run(tmp_path, installed / "ddp", "launch-files")
     assert below(tmp_path / "launch") == below(ROOT / "launch")
-
-
-@pytest.mark.slow
-@pytest.mark.extras
-@pytest.mark.timeout(1800)
-def test_pip_installs_the_wheels_with_what_they_need_first_the_library_alone(
-    built: dict[str, Path], tmp_path: Path
-) -> None:
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line[1:])
-    if subprocess.run([sys.executable, "-m", "pip", "index", "versions", "click"], capture_output=True).returncode:
-        pytest.skip("the package index cannot be reached")
-    venv.create(tmp_path / "environment", with_pip=True)
-    scripts = tmp_path / "environment" / "bin"
-    pip = [scripts / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
-    pip += [*choose_build(sys.executable, pins, "cpu", None).words, "--find-links", built["library"].parent]
-    subprocess.run([*map(str, pip), "samebits"], cwd=tmp_path, check=True)
-    shutil.copy(ROOT / "experiments" / "linear_regression.py", tmp_path / "mine.py")
-    run(tmp_path, scripts / "ddp", "train", "mine.py", "--layout", "ddp", "--nproc-per-node", "2", "--device", "cpu")
-    for words in (["train", "digits"], ["report"]):
-        done = subprocess.run([scripts / "ddp", *words], cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-        assert "samebits-lab: pip install 'samebits[lab]'" in done.stderr
-    subprocess.run([*map(str, pip), "samebits[report]"], cwd=tmp_path, check=True)
-    run(tmp_path, scripts / "ddp", "report")
-    page = (tmp_path / "outputs" / "report" / "index.html").read_text()
-    assert ("linear_regression" in page, str(ROOT) in page) == (True, False)

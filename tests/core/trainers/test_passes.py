@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.trainers.data_parallel import _joined
@@ -50,28 +49,6 @@ def test_outputs_are_float32_at_every_place_of_the_tree(precision: str) -> None:
     passes.backward(value, passes.loss_weight(3))
     assert model.layer.weight.grad is not None
     assert seen == [(torch.float32, torch.int64)]
-
-
-class Calls(TorchDispatchMode):
-    """Keeps the names of torch's operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_weight_of_a_loss_is_not_copied_from_the_host_which_would_wait_for_the_device() -> None:
-    component = Component(name="here")
-    record = Experiment(name="mine", model=component, data=component, global_batch_size=3)
-    passes = Passes(record, lambda *_: torch.zeros(()), torch.device("cpu"))
-    with Calls() as calls:
-        weights = [passes.loss_weight(divisor) for divisor in (3, 7, 3)]
-    assert calls.names == ["full.default"] * 3
-    assert torch.equal(torch.stack(weights), torch.tensor([1 / 3, 1 / 7, 1 / 3]))
 
 
 def test_a_round_of_data_parallel_is_joined_at_every_place_of_the_tree() -> None:
