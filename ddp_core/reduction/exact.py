@@ -260,6 +260,7 @@ class ExactReduction:
         """
         self._statistics.restore()
         self._has_begun, self._run, self.share = False, 0, self._full_share
+        self._to_compare = None  # who holds a process group keeps gloo's threads running when it is destroyed
         self._shares.close()
         self._channel.close(waits)
 
