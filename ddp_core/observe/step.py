@@ -28,21 +28,16 @@ class StepBatch:
     epoch: int
     samples: int
     """Samples of the whole global batch, over all ranks."""
+    divisor: int
+    """What the loss of the global batch is divided by, to be a mean: the samples, or what they weigh together."""
     micro_batches: list[MicroBatch]
     ids: list[Ids]
     tensors: Sequence[tuple[Any, Any]]
     """Inputs and targets of each micro-batch, trees of tensors on the device that trains."""
     wait_seconds: float = 0.0
     """How long the loop waited for this batch."""
-    weight: int | None = None
-    """What the samples weigh together, where that is not their number."""
     stops: bool = False
     """Whether the run is to end after this step, on request, to be resumed later; known once losses are read."""
-
-    @property
-    def divisor(self) -> int:
-        """What the loss of the global batch is divided by, to be a mean."""
-        return self.samples if self.weight is None else self.weight
 
 
 @dataclass(frozen=True)

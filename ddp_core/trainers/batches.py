@@ -51,13 +51,13 @@ class Batches:
         start = step % self.steps_per_epoch * self.cut.global_batch_size
         return min(self.cut.global_batch_size, self.samples - start)
 
-    def weight_of(self, step: int) -> int | None:
-        """What the samples of a step's global batch weigh together; None where that is their number.
+    def divisor_of(self, step: int) -> int:
+        """The number of samples in a step's global batch, or what they weigh together.
 
         Raises UserError where they weigh nothing.
         """
         if self._weights is None:
-            return None
+            return self.samples_of(step)
         if not (weight := int(self._weights[self._ids(step, 0, self.samples_of(step))].sum())):
             raise UserError(f"step {step + 1}: the samples of this global batch weigh nothing: see weights of Splits")
         return weight
@@ -95,7 +95,7 @@ class Batches:
 
     def done(self, step: int) -> StepBatch:
         """The batch of a step that was trained before, without its micro-batches."""
-        return StepBatch(step, step // self.steps_per_epoch, self.samples_of(step), [], [], [])
+        return StepBatch(step, step // self.steps_per_epoch, self.samples_of(step), self.divisor_of(step), [], [], [])
 
     def starting_at(self, first_step: int, stop_step: int) -> Generator[StepBatch]:
         """The batches of the steps from `first_step` to before `stop_step`."""
@@ -115,4 +115,4 @@ class Batches:
                 tensors = next(stream)
                 seconds = time.perf_counter() - before
                 own = self.mine(step), waiting.popleft(), tensors, seconds
-                yield StepBatch(step, step // self.steps_per_epoch, self.samples_of(step), *own, self.weight_of(step))
+                yield StepBatch(step, step // self.steps_per_epoch, self.samples_of(step), self.divisor_of(step), *own)

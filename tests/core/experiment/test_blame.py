@@ -68,7 +68,7 @@ def own_observer() -> None:
             raise OSError("no room here")
 
     loaded = LoadedExperiment(EXPERIMENT, {"callbacks": [Sees()]}, Path("mine.py"), "", "")
-    StepObservers(callbacks_of(loaded)[1]).after_step(StepBatch(0, 0, 4, [], [], []))
+    StepObservers(callbacks_of(loaded)[1]).after_step(StepBatch(0, 0, 4, 4, [], [], []))
 
 
 def raised_by(cause: Callable[[], object]) -> Exception:

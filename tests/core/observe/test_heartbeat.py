@@ -45,7 +45,7 @@ def test_a_clock_that_is_set_stops_no_heartbeat(run: Path, shift: float, monkeyp
     beats = Heartbeat(run, World(0, 1))
     monkeypatch.setattr(time, "time", lambda: now() + shift)
     for step in range(40):
-        beats.after_step(StepBatch(step, 0, 4, [], [], []))
+        beats.after_step(StepBatch(step, 0, 4, 4, [], [], []))
     [last] = read_heartbeats(run)
     assert (last["step"], last["sequence"]) == (40, 40)
     assert abs(last["time"] - now() - shift) < 60
@@ -57,7 +57,7 @@ def test_a_clock_that_is_set_stops_no_heartbeat(run: Path, shift: float, monkeyp
 def test_a_heartbeat_comes_once_a_second_at_most(run: Path) -> None:
     beats = Heartbeat(run, World(0, 1))
     began = time.monotonic()
-    beats.after_step(StepBatch(0, 0, 4, [], [], []))
+    beats.after_step(StepBatch(0, 0, 4, 4, [], [], []))
     if time.monotonic() - began < 0.5:
         assert read_heartbeats(run)[0]["sequence"] == 0
 

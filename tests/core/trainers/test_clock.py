@@ -12,7 +12,7 @@ from ddp_core.trainers.clock import StepClock
 
 
 def batch(wait_seconds: float = 0.0) -> StepBatch:
-    return StepBatch(0, 0, 4, [], [], [], wait_seconds)
+    return StepBatch(0, 0, 4, 4, [], [], [], wait_seconds)
 
 
 def test_time_put_aside_is_no_training() -> None:

@@ -182,7 +182,7 @@ def test_large_weights_are_finite() -> None:
 
 
 META = torch.device("meta")
-BATCH = StepBatch(0, 0, 12, [], [], [])
+BATCH = StepBatch(0, 0, 12, 12, [], [], [])
 
 
 class TwoRanks(Collectives):

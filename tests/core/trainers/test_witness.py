@@ -86,7 +86,7 @@ class Run:
             self.state.step += 1
             self.witnessed.after_step(None)  # type: ignore[arg-type]
             if self.state.step % 5 == 0:
-                self.witnessed.settle(StepBatch(self.state.step - 1, 0, 1, [], [], [], stops=stops))
+                self.witnessed.settle(StepBatch(self.state.step - 1, 0, 1, 1, [], [], [], stops=stops))
                 self.saving.newest_step = self.state.step
 
 
