@@ -86,6 +86,13 @@ class Collectives:
         if before is not None:
             self.await_event(before)
 
+    def when_left_behind(self, give_up: Callable[[Exception], None]) -> None:
+        """Call this method of an object, on a thread, once the others go on without this rank; not when it is gone."""
+
+    def through(self, collective: Callable[[], object]) -> None:
+        """Call this function, which waits for other ranks."""
+        collective()
+
     def cannot_abort(self) -> None:
         """Called where NCCL's collectives cannot be ended; this process is about to end."""
 
@@ -94,7 +101,7 @@ class Collectives:
         if self.world.world_size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=source, device=torch.device("cpu"))
+        self.through(lambda: dist.broadcast_object_list(box, src=source, device=torch.device("cpu")))
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -102,7 +109,7 @@ class Collectives:
         if self.world.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world.world_size
-        dist.all_gather_object(values, value)
+        self.through(lambda: dist.all_gather_object(values, value))
         return values
 
     def are_alike(self, digest: bytes) -> bool:
@@ -111,13 +118,13 @@ class Collectives:
             return True
         number = int.from_bytes(digest[:7])
         highest = torch.tensor([number, -number])
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        self.through(lambda: dist.all_reduce(highest, op=dist.ReduceOp.MAX))
         return int(highest.sum()) == 0
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum in place over the ranks; exact where at most one rank gives a non-zero to each element."""
         if self.world.world_size > 1:
-            dist.all_reduce(tensor)
+            self.through(lambda: dist.all_reduce(tensor))
         return tensor
 
     def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
@@ -126,7 +133,7 @@ class Collectives:
 
     def finish_sum(self, begun: dist.Work) -> None:
         """Wait for a sum that `start_sum` began."""
-        begun.wait()
+        self.through(begun.wait)
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -10,19 +10,25 @@ import os
 import signal
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ddp_core.base.errors import UserError
 from ddp_core.base.parting import let_go
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.live.member import Member
 from ddp_core.live.members import store_at
+from ddp_core.reduction.communication import CommunicationThreads
 
 _STUCK_SECONDS = 300.0
+_ASKING_SECONDS = 0.25
+"""Between two looks at the list of members while this rank trains."""
 
 SPARING: Mapping[str, str] = {
     # A thread of torch's, the watchdog, sees that a collective has failed. It ends NCCL's kernels, so that nothing
@@ -54,6 +60,7 @@ class LiveCollectives(Collectives):
     def __init__(self, world: World, device: torch.device, member: Member) -> None:
         super().__init__(world, device)
         self._member = member
+        self._threads: CommunicationThreads | None = None
 
     @property
     def is_left_behind(self) -> bool:
@@ -89,10 +96,36 @@ class LiveCollectives(Collectives):
         if self.uses_nccl:
             self.barrier()
 
+    def when_left_behind(self, give_up: Callable[[Exception], None]) -> None:
+        alive = weakref.WeakMethod(give_up)
+
+        def watch() -> None:
+            with contextlib.suppress(UserError):  # without the store nobody can go on in another group
+                while not self.is_left_behind:
+                    time.sleep(_ASKING_SECONDS)
+                    if alive() is None:
+                        return
+                if call := alive():
+                    call(dist.DistBackendError("another rank was lost while this rank waited for a message"))
+
+        threading.Thread(target=watch, name="left-behind", daemon=True).start()
+
+    def through(self, collective: Callable[[], object]) -> None:
+        if self.uses_nccl:
+            super().through(collective)
+            return
+        if self._threads is None:
+            self._threads = CommunicationThreads("collectives", 1, self.device)
+            self.when_left_behind(self._threads.give_up)
+        self._threads.call(collective)
+
     def cannot_abort(self) -> None:
         end_this_process(f"{self.world.place}: NCCL does not end, so this process does")
 
     def end(self) -> None:
+        if self._threads is not None:
+            self._threads.close()
+            self._threads = None  # who looks whether this rank is left behind looks no more
         last: list[object] = [] if self.uses_nccl or self.is_abandoned else [dist.group.WORLD]
         super().end()
         if last:

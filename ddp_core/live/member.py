@@ -87,15 +87,17 @@ class Member:
                 self.number = now.number
                 self._members.note_here(self.number, self._name)
                 deadline, is_here = time.monotonic() + self._patience, True
-            if is_here and self._members.are_here(now):
+            is_given_up = is_here and bool(notes.left)
+            if is_here and not is_given_up and self._members.are_here(now):
                 self.leaving = notes.leaving
                 return self._placed(now)
             if is_asked_to_stop():
                 deadline = min(deadline, time.monotonic() + _ASKED_SECONDS)
-            if time.monotonic() > deadline:
+            if is_given_up or time.monotonic() > deadline:
                 if not is_here:
                     self._give_up("the others have not met again in time")
-                # Somebody is silent. A launcher decides who, once all others have left this group, too.
+                # Somebody is silent, or has come when the others no longer waited. A launcher decides who goes on, once
+                # all others have left this group, too.
                 self.leave(self._step)
                 deadline, is_here = time.monotonic() + self._patience + _LATE_SECONDS, False
             time.sleep(_POLL_SECONDS)

@@ -41,6 +41,9 @@ class CommunicationThreads:
         self._device = device
         self._queues: list[queue.SimpleQueue[_Item | None]] = [queue.SimpleQueue() for _ in range(count)]
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._awaited: set[torch.futures.Future[Tensor]] = set()
+        self._ending = threading.Lock()
+        self._is_given_up = False
         self.error: Exception | None = None
         self._threads = [
             threading.Thread(target=self._work, args=(position,), name=name, daemon=True) for position in range(count)
@@ -53,13 +56,41 @@ class CommunicationThreads:
         future = _future_on(like.device)
         if like.device.type == "cuda":
             transfer = self._on_side_stream(transfer, like.device)
-        self._queues[0].put((transfer, future, like.device))
+        with self._ending:
+            if not self._is_given_up:
+                self._awaited.add(future)
+                self._queues[0].put((transfer, future, like.device))
+                return future
+        assert self.error is not None
+        _fail(future, self.error)
         return future
 
+    def call(self, collective: Callable[[], object]) -> None:
+        """Run this function as a transfer, and wait for its end."""
+        done = torch.empty(0)
+
+        def work() -> Tensor:
+            collective()
+            return done
+
+        self.submit(in_last_phase(work), done).wait()
+
+    def give_up(self, error: Exception) -> None:
+        """Let all transfers fail with this error now, also those whose thread waits for a message."""
+        with self._ending:
+            self._is_given_up = True
+            self.error = self.error or error
+            left, self._awaited = self._awaited, set()
+        for future in left:
+            _fail(future, self.error)
+
     def close(self, timeout: float = 5.0) -> bool:
-        """End the threads after the transfers they have; say whether all ended within `timeout` seconds."""
+        """End the threads after the transfers they have; say whether all ended within `timeout` seconds.
+
+        Nobody waits for transfers that were given up.
+        """
         self._queues[0].put(None)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + (0.0 if self._is_given_up else timeout)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -105,12 +136,20 @@ class CommunicationThreads:
                         next(transfer)
                     return True
                 except StopIteration as end:
-                    future.set_result(end.value)
+                    if self._is_awaited(future):
+                        future.set_result(end.value)
         except Exception as error:
-            self.error = error
-            # torch hands the exception object to DDP, which fails on it: the training thread looks at `error` then.
-            future.set_exception(error)  # type: ignore[arg-type]
+            self.error = self.error or error
+            if self._is_awaited(future):
+                _fail(future, error)
         return False
+
+    def _is_awaited(self, future: torch.futures.Future[Tensor]) -> bool:
+        """Whether this thread is the one to complete the future."""
+        with self._ending:
+            is_awaited = future in self._awaited
+            self._awaited.discard(future)
+        return is_awaited
 
 
 def in_last_phase(work: Callable[[], Tensor]) -> Transfer:
@@ -201,6 +240,11 @@ class Channel:
         self.submit(in_last_phase(reduce), found).wait()
         return [bool(each) for each in found.tolist()]
 
+    def give_up(self, error: Exception) -> None:
+        """See `ExactReduction.give_up`."""
+        if self._threads is not None:
+            self._threads.give_up(error)
+
     def close(self, waits: bool = True) -> None:
         """End the threads, then the process group, unless an error has already ended all groups.
 
@@ -219,6 +263,11 @@ class Channel:
 def closed() -> RuntimeError:
     """The error for an exchange after the end."""
     return RuntimeError("this reduction was closed: make another one to train on")
+
+
+def _fail(future: torch.futures.Future[Tensor], error: Exception) -> None:
+    # torch hands the exception object to DDP, which fails on it: the training thread looks at `error` then.
+    future.set_exception(error)  # type: ignore[arg-type]
 
 
 def _future_on(device: torch.device) -> torch.futures.Future[Tensor]:

@@ -253,6 +253,14 @@ class ExactReduction:
         clip_gradients_(self._reduced, norm, max_norm)
         return norm
 
+    def give_up(self, error: Exception) -> None:
+        """Let the exchange that is under way, and each later one, fail with this error at once; from any thread.
+
+        gloo leaves whoever waits for a message alone that was under way when its peer was lost (`Pair::signalException`
+        in its tcp/pair.cc passes over it), for as long as the group's timeout.
+        """
+        self._channel.give_up(error)
+
     def close(self, waits: bool = True) -> None:
         """End the communication threads and their process group, and give the batch-norm layers their momenta back.
 

@@ -42,6 +42,7 @@ class DistributedStrategy(SingleStrategy):
             self.module, micro_batches, process_group=group, node=node, before_reading=self.losses.await_device
         )
         self.reduction.compares_updates = False  # the run's guard does
+        self.job.collectives.when_left_behind(self.reduction.give_up)
         self._is_set_up = True
 
     def compute_gradients(self, batch: StepBatch) -> None:

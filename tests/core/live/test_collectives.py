@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +18,7 @@ from ddp_core.distributed.world import World
 from ddp_core.live import collectives as live
 from ddp_core.live.collectives import SPARING, LiveCollectives
 from tests.core.distributed.feigned_nccl import Event, done
+from tests.support.commands import wait_until
 from tests.support.wording import refusing
 
 __all__ = ["done"]
@@ -52,6 +54,37 @@ def test_ranks_that_meet_do_not_wait_for_one_without_which_the_others_go_on() ->
     with pytest.raises(dist.DistStoreError):
         process_group._await(store, ["present/1"], 60, LiveCollectives(WORLD, CPU, cast(Any, Member())))
     assert time.monotonic() - started < 30
+
+
+class Left:
+    """A member whom the others leave behind at its third look."""
+
+    looks = 0
+
+    @property
+    def is_left_behind(self) -> bool:
+        self.looks += 1
+        return self.looks > 2
+
+
+def test_a_collective_that_gloo_does_not_end_ends_when_the_others_have_gone_on() -> None:
+    ours, never = LiveCollectives(WORLD, CPU, cast(Any, Left())), threading.Event()
+    with refusing(dist.DistBackendError):
+        ours.through(lambda: never.wait(60))
+    never.set()
+
+
+def test_who_is_gone_is_not_told_that_the_others_have_gone_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Exchange:
+        def give_up(self, error: Exception) -> None:
+            raise AssertionError
+
+    monkeypatch.setattr(live, "_ASKING_SECONDS", 0.01)
+    member, exchange = Left(), Exchange()
+    LiveCollectives(WORLD, CPU, cast(Any, member)).when_left_behind(exchange.give_up)
+    del exchange
+    wait_until(lambda: all(each.name != "left-behind" for each in threading.enumerate()), 60, "the thread ends")
+    assert member.looks <= 2
 
 
 @pytest.mark.usefixtures("done")

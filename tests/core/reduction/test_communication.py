@@ -103,6 +103,21 @@ def test_closing_does_not_wait_for_a_transfer_that_hangs() -> None:
     assert threads.close()
 
 
+def test_who_waits_for_a_transfer_that_hangs_is_told_when_it_is_given_up() -> None:
+    threads, hangs, goes_on = CommunicationThreads("exact-reduction", 1, CPU), threading.Event(), threading.Event()
+
+    def collective() -> None:
+        hangs.set()
+        goes_on.wait(60)
+
+    threading.Thread(target=lambda: (hangs.wait(60), threads.give_up(OSError("given up")))).start()
+    for _ in range(2):
+        with pytest.raises(OSError, match="given up"):
+            threads.call(collective)
+    assert not threads.close(timeout=60), "nobody waits for what was given up"
+    goes_on.set()
+
+
 def test_an_exchange_after_the_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
 
