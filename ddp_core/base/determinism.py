@@ -37,6 +37,15 @@ def use_chosen_threads() -> None:
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 
+def use_one_thread() -> None:
+    """Compute in one thread until `use_chosen_threads`, for a process that forks others which compute.
+
+    OpenMP waits for ever in the fork of a process in which it has run several threads.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
+
 def one_thread(name: str, device: torch.device | None = None) -> ThreadPoolExecutor:
     """A pool with a single Python thread, which works on `device` where that is a CUDA device.
 

@@ -51,12 +51,12 @@ def carry_out(
         asked, is_host = follow_launcher(asked, world, node)
     require_free(asked, world)
     # These load torch, which takes seconds.
-    from ddp_core.base.determinism import use_chosen_threads
+    from ddp_core.base.determinism import use_one_thread
     from ddp_core.cli.prepare import check_request, prepare
     from ddp_core.run.repeater import vouched_for
     from ddp_core.run.run import run_worker, worker_main
 
-    use_chosen_threads()
+    use_one_thread()
     with no_silent_end(partial(_tell, world)):
         request = prepare(asked, shlex.join(["ddp", *words]), numerics.can_hold)
     if evaluated is not None:

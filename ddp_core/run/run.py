@@ -52,7 +52,6 @@ def work(words: Sequence[str], kind: type[Recovery]) -> int:
     """
     (file,) = words
     make_patient()
-    use_chosen_threads()
     try:
         world = World.from_environment()
         if world.report_dir is not None:
@@ -73,6 +72,7 @@ def run_worker(request: Request, world: World, kind: type[Recovery] = Recovery) 
     def tell(line: str) -> None:
         report_end(world, ExitCode.BAD_INPUT, f"{world.place}: {line}")
 
+    use_chosen_threads()
     try:
         with no_silent_end(tell), no_way_out("your code"):
             if request.evaluated is None:

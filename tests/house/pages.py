@@ -165,7 +165,7 @@ class Reader:
         if 0 < said.count(", reduction ") == said.count("numerics portable"):
             # Such digests are the same on every machine that can have them, so the page shows what its readers see; but
             # a bundle and a record have the dates of their run in them.
-            dated = (" bytes, sha256 ", "/run.json")
+            dated = (" bytes, sha256 ", "/run.json", " kept states; sha256 ")
             lasting = "\n".join(line for line in shown.lines if not any(words in line for words in dated))
             other = [digest for digest in digests_in(lasting) if digest not in said]
             assert not other, f"`{command.lines}` ended with other digests than {other}:\n{command.said}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +17,22 @@ from ddp_core.cli.train import require_free
 from ddp_core.config.options import Asked
 from ddp_core.distributed.world import World, free_port
 from ddp_core.record.lock import RunLock
+
+
+@pytest.mark.full
+@pytest.mark.timeout(180)
+def test_several_threads_hang_in_no_process_that_a_launch_has_forked(tmp_path: Path) -> None:
+    """OpenMP does, where the launcher itself has computed in several threads: building `digits` is enough."""
+    words = ("train", "digits", "--device", "cpu", "--set", "max_steps=2", "--rehearsal", "on", "--output", tmp_path)
+    ended = subprocess.run(
+        [sys.executable, "-m", "ddp_core", *map(str, words)],
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "rehearsed in" in ended.stdout + ended.stderr
 
 
 @pytest.fixture
