@@ -21,7 +21,7 @@ class Clean(NamedTuple):
 
 
 SCRIPTS = {
-    "imagenet": Clean(("--world-size", "{ranks}"), "remains-samples", "1,2"),
+    "imagenet": Clean(("--world-size", "{ranks}"), "order-depends-on-ranks", "1,2"),
     "nanogpt": Clean((), "order-depends-on-ranks"),
     "with_lightning": Clean(("--devices", "{ranks}"), "batch-grows"),
     "with_accelerate": Clean((), "batch-grows"),
