@@ -87,17 +87,17 @@ class Member:
                 self.number = now.number
                 self._members.note_here(self.number, self._name)
                 deadline, is_here = time.monotonic() + self._patience, True
-            is_given_up = is_here and bool(notes.left)
-            if is_here and not is_given_up and self._members.are_here(now):
+            others_left = is_here and bool(notes.left)
+            if is_here and not others_left and self._members.are_here(now):
                 self.leaving = notes.leaving
                 return self._placed(now)
             if is_asked_to_stop():
                 deadline = min(deadline, time.monotonic() + _ASKED_SECONDS)
-            if is_given_up or time.monotonic() > deadline:
+            if others_left or time.monotonic() > deadline:
                 if not is_here:
                     self._give_up("the others have not met again in time")
-                # Somebody is silent, or has come when the others no longer waited. A launcher decides who goes on, once
-                # all others have left this group, too.
+                # Somebody is silent; or this process came after another one had left. A launcher decides who goes on,
+                # once all have left this group.
                 self.leave(self._step)
                 deadline, is_here = time.monotonic() + self._patience + _LATE_SECONDS, False
             time.sleep(_POLL_SECONDS)

@@ -87,10 +87,10 @@ class CommunicationThreads:
     def close(self, timeout: float = 5.0) -> bool:
         """End the threads after the transfers they have; say whether all ended within `timeout` seconds.
 
-        Nobody waits for transfers that were given up.
+        Nobody waits for transfers that were given up, and only a moment for threads that have none.
         """
         self._queues[0].put(None)
-        deadline = time.monotonic() + (0.0 if self._is_given_up else timeout)
+        deadline = time.monotonic() + (0.1 if self._is_given_up else timeout)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -124,6 +124,7 @@ class CommunicationThreads:
     def _run_phase(self, item: _Item, to_the_end: bool) -> bool:
         """Run the transfer up to its next yield, or to its end; return whether there is more to run."""
         transfer, future, device = item
+        is_claimed = False
         try:
             if self.error is not None:
                 transfer.close()
@@ -136,16 +137,17 @@ class CommunicationThreads:
                         next(transfer)
                     return True
                 except StopIteration as end:
-                    if self._is_awaited(future):
+                    is_claimed = self._claim(future)
+                    if is_claimed:
                         future.set_result(end.value)
         except Exception as error:
             self.error = self.error or error
-            if self._is_awaited(future):
+            if not future.done() and (is_claimed or self._claim(future)):
                 _fail(future, error)
         return False
 
-    def _is_awaited(self, future: torch.futures.Future[Tensor]) -> bool:
-        """Whether this thread is the one to complete the future."""
+    def _claim(self, future: torch.futures.Future[Tensor]) -> bool:
+        """Whether this thread, and not `give_up`, is the one to complete the future."""
         with self._ending:
             is_awaited = future in self._awaited
             self._awaited.discard(future)

@@ -256,8 +256,8 @@ class ExactReduction:
     def give_up(self, error: Exception) -> None:
         """Let the exchange that is under way, and each later one, fail with this error at once; from any thread.
 
-        gloo leaves whoever waits for a message alone that was under way when its peer was lost (`Pair::signalException`
-        in its tcp/pair.cc passes over it), for as long as the group's timeout.
+        gloo does not wake a thread whose message was partly sent or received when its peer was lost
+        (`Pair::signalException` in its tcp/pair.cc): it waits for the group's timeout.
         """
         self._channel.give_up(error)
 
