@@ -396,3 +396,9 @@ def test_ranks_of_a_node_are_beside_each_other() -> None:
     assert after == Membership(1, ("1.0@0", "0.1@0", "0.0@1", "1.0@1", "0.0@2"))
     assert membership.place_among(after, "0.0@2") == (1, 0)
     assert membership.place_among(now, "1.0@1") == (2, 1)
+
+
+def test_of_the_ranks_with_the_newest_state_the_lowest_one_gives_it() -> None:
+    newest = Progress(4, False)
+    assert membership.newest_holder([None, Progress(3, True), newest, newest]) == 2
+    assert membership.newest_holder([None, None]) is None
