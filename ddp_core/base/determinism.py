@@ -38,7 +38,7 @@ def use_chosen_threads() -> None:
 
 
 def use_one_thread() -> None:
-    """Compute in one thread until `use_chosen_threads`, for a process that forks others which compute.
+    """Compute in one thread: for a process that forks others, until it calls `use_chosen_threads`.
 
     OpenMP waits for ever in the fork of a process in which it has run several threads.
     """

@@ -30,7 +30,7 @@ __all__ = ["Collectives", "local_device", "process_group"]
 _SHARED = "ranks that share a GPU"
 _LOOKING_SECONDS = 0.0005
 """Between two looks at a device that has not finished."""
-_ASKING_SECONDS = 0.25
+ASKING_SECONDS = 0.25
 """Between two looks whether the others have gone on without this rank. A signal's handler waits as long at most."""
 _ABORTING_SECONDS = 5.0
 
@@ -87,10 +87,10 @@ class Collectives:
             self.await_event(before)
 
     def when_left_behind(self, give_up: Callable[[Exception], None]) -> None:
-        """Call this method of an object, on a thread, once the others go on without this rank; not when it is gone."""
+        """Have a thread call this method once the others go on without this rank, if its object still lives then."""
 
-    def through(self, collective: Callable[[], object]) -> None:
-        """Call this function, which waits for other ranks."""
+    def call_collective(self, collective: Callable[[], object]) -> None:
+        """Call this function, which waits for other ranks; a live recovery ends the wait when they go on without us."""
         collective()
 
     def cannot_abort(self) -> None:
@@ -101,7 +101,7 @@ class Collectives:
         if self.world.world_size == 1:
             return value
         box = [value]
-        self.through(lambda: dist.broadcast_object_list(box, src=source, device=torch.device("cpu")))
+        self.call_collective(lambda: dist.broadcast_object_list(box, src=source, device=torch.device("cpu")))
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -109,7 +109,7 @@ class Collectives:
         if self.world.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world.world_size
-        self.through(lambda: dist.all_gather_object(values, value))
+        self.call_collective(lambda: dist.all_gather_object(values, value))
         return values
 
     def are_alike(self, digest: bytes) -> bool:
@@ -118,13 +118,13 @@ class Collectives:
             return True
         number = int.from_bytes(digest[:7])
         highest = torch.tensor([number, -number])
-        self.through(lambda: dist.all_reduce(highest, op=dist.ReduceOp.MAX))
+        self.call_collective(lambda: dist.all_reduce(highest, op=dist.ReduceOp.MAX))
         return int(highest.sum()) == 0
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum in place over the ranks; exact where at most one rank gives a non-zero to each element."""
         if self.world.world_size > 1:
-            self.through(lambda: dist.all_reduce(tensor))
+            self.call_collective(lambda: dist.all_reduce(tensor))
         return tensor
 
     def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
@@ -133,7 +133,7 @@ class Collectives:
 
     def finish_sum(self, begun: dist.Work) -> None:
         """Wait for a sum that `start_sum` began."""
-        self.through(begun.wait)
+        self.call_collective(begun.wait)
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -156,7 +156,7 @@ class Collectives:
                 raise dist.DistBackendError(f"NCCL met a {failure} while this rank waited for its device")
             if is_done:
                 return
-            if time.monotonic() - asked > _ASKING_SECONDS:
+            if time.monotonic() - asked > ASKING_SECONDS:
                 if self.is_left_behind:
                     raise dist.DistBackendError("another rank was lost while this rank waited for its device")
                 asked = time.monotonic()
@@ -328,9 +328,9 @@ def _await(store: dist.Store, names: list[str], timeout: float, collectives: Col
     while True:
         left = deadline - time.monotonic()
         try:
-            return store.wait(names, timedelta(seconds=min(max(left, 0.001), _ASKING_SECONDS)))
+            return store.wait(names, timedelta(seconds=min(max(left, 0.001), ASKING_SECONDS)))
         except dist.DistStoreError:
-            if left <= _ASKING_SECONDS or collectives.is_left_behind:
+            if left <= ASKING_SECONDS or collectives.is_left_behind:
                 raise
 
 

@@ -20,15 +20,13 @@ import torch.distributed as dist
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.parting import let_go
-from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.process_group import ASKING_SECONDS, Collectives
 from ddp_core.distributed.world import World
 from ddp_core.live.member import Member
 from ddp_core.live.members import store_at
 from ddp_core.reduction.communication import CommunicationThreads
 
 _STUCK_SECONDS = 300.0
-_ASKING_SECONDS = 0.25
-"""Between two looks at the list of members while this rank trains."""
 
 SPARING: Mapping[str, str] = {
     # A thread of torch's, the watchdog, sees that a collective has failed. It ends NCCL's kernels, so that nothing
@@ -102,7 +100,7 @@ class LiveCollectives(Collectives):
         def watch() -> None:
             with contextlib.suppress(UserError):  # without the store nobody can go on in another group
                 while not self.is_left_behind:
-                    time.sleep(_ASKING_SECONDS)
+                    time.sleep(ASKING_SECONDS)
                     if alive() is None:
                         return
                 if call := alive():
@@ -110,9 +108,9 @@ class LiveCollectives(Collectives):
 
         threading.Thread(target=watch, name="left-behind", daemon=True).start()
 
-    def through(self, collective: Callable[[], object]) -> None:
+    def call_collective(self, collective: Callable[[], object]) -> None:
         if self.uses_nccl:
-            super().through(collective)
+            super().call_collective(collective)
             return
         if self._threads is None:
             self._threads = CommunicationThreads("collectives", 1, self.device)

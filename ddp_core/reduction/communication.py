@@ -42,8 +42,8 @@ class CommunicationThreads:
         self._queues: list[queue.SimpleQueue[_Item | None]] = [queue.SimpleQueue() for _ in range(count)]
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._awaited: set[torch.futures.Future[Tensor]] = set()
-        self._ending = threading.Lock()
-        self._is_given_up = False
+        self._ending = threading.RLock()
+        self._given_up: Exception | None = None
         self.error: Exception | None = None
         self._threads = [
             threading.Thread(target=self._work, args=(position,), name=name, daemon=True) for position in range(count)
@@ -57,12 +57,11 @@ class CommunicationThreads:
         if like.device.type == "cuda":
             transfer = self._on_side_stream(transfer, like.device)
         with self._ending:
-            if not self._is_given_up:
-                self._awaited.add(future)
+            self._awaited.add(future)
+            if self._given_up is None:
                 self._queues[0].put((transfer, future, like.device))
-                return future
-        assert self.error is not None
-        _fail(future, self.error)
+            else:  # the threads may wait for ever
+                self._complete(future, self._given_up)
         return future
 
     def call(self, collective: Callable[[], object]) -> None:
@@ -78,11 +77,9 @@ class CommunicationThreads:
     def give_up(self, error: Exception) -> None:
         """Let all transfers fail with this error now, also those whose thread waits for a message."""
         with self._ending:
-            self._is_given_up = True
-            self.error = self.error or error
-            left, self._awaited = self._awaited, set()
-        for future in left:
-            _fail(future, self.error)
+            self.error = self._given_up = self.error or error
+            for future in list(self._awaited):
+                self._complete(future, self._given_up)
 
     def close(self, timeout: float = 5.0) -> bool:
         """End the threads after the transfers they have; say whether all ended within `timeout` seconds.
@@ -90,7 +87,7 @@ class CommunicationThreads:
         Nobody waits for transfers that were given up, and only a moment for threads that have none.
         """
         self._queues[0].put(None)
-        deadline = time.monotonic() + (0.1 if self._is_given_up else timeout)
+        deadline = time.monotonic() + (timeout if self._given_up is None else 0.1)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -124,7 +121,6 @@ class CommunicationThreads:
     def _run_phase(self, item: _Item, to_the_end: bool) -> bool:
         """Run the transfer up to its next yield, or to its end; return whether there is more to run."""
         transfer, future, device = item
-        is_claimed = False
         try:
             if self.error is not None:
                 transfer.close()
@@ -137,21 +133,24 @@ class CommunicationThreads:
                         next(transfer)
                     return True
                 except StopIteration as end:
-                    is_claimed = self._claim(future)
-                    if is_claimed:
-                        future.set_result(end.value)
+                    self._complete(future, end.value)
         except Exception as error:
             self.error = self.error or error
-            if not future.done() and (is_claimed or self._claim(future)):
-                _fail(future, error)
+            self._complete(future, error)
         return False
 
-    def _claim(self, future: torch.futures.Future[Tensor]) -> bool:
-        """Whether this thread, and not `give_up`, is the one to complete the future."""
+    def _complete(self, future: torch.futures.Future[Tensor], end: Tensor | Exception) -> None:
+        """Complete the future with the transfer's result or error, unless that was done before."""
         with self._ending:
-            is_awaited = future in self._awaited
-            self._awaited.discard(future)
-        return is_awaited
+            if future not in self._awaited:
+                return
+            if isinstance(end, Exception):
+                # torch gives DDP the exception in the place of a tensor, on which DDP fails; the training thread then
+                # raises `error`.
+                future.set_exception(end)  # type: ignore[arg-type]
+            else:
+                future.set_result(end)
+            self._awaited.remove(future)
 
 
 def in_last_phase(work: Callable[[], Tensor]) -> Transfer:
@@ -265,11 +264,6 @@ class Channel:
 def closed() -> RuntimeError:
     """The error for an exchange after the end."""
     return RuntimeError("this reduction was closed: make another one to train on")
-
-
-def _fail(future: torch.futures.Future[Tensor], error: Exception) -> None:
-    # torch hands the exception object to DDP, which fails on it: the training thread looks at `error` then.
-    future.set_exception(error)  # type: ignore[arg-type]
 
 
 def _future_on(device: torch.device) -> torch.futures.Future[Tensor]:

@@ -161,7 +161,7 @@ def _key(request: Request, layout: Layout, splits: Splits) -> str | None:
         "options": [options.reduction, options.numerics, options.deterministic, options.cuda_graph, options.on_nan],
         "workers": min(options.workers, 1),
         "init_from": request.asked.init_from,
-        "threads": os.environ.get("OMP_NUM_THREADS", "1"),
+        "threads": os.environ.get("OMP_NUM_THREADS", "1"),  # in which ranks train; this process has one
         # What another process would compute on: a device is not asked for more than its kind here.
         "fingerprint": fingerprint(torch.device("cpu"), rules_of(options.numerics)),
     }

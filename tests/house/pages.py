@@ -164,7 +164,7 @@ class Reader:
         said = "".join(each.said for each in self._started)
         if 0 < said.count(", reduction ") == said.count("numerics portable"):
             # Such digests are the same on every machine that can have them, so the page shows what its readers see; but
-            # a bundle and a record have the dates of their run in them.
+            # for those of a bundle and of a record, in which the dates of the run stand.
             dated = (" bytes, sha256 ", "/run.json", " kept states; sha256 ")
             lasting = "\n".join(line for line in shown.lines if not any(words in line for words in dated))
             other = [digest for digest in digests_in(lasting) if digest not in said]

@@ -57,7 +57,7 @@ def test_ranks_that_meet_do_not_wait_for_one_without_which_the_others_go_on() ->
 
 
 class Left:
-    """A member whom the others leave behind at its third look."""
+    """A member that finds at its third look that the others have gone on without it."""
 
     looks = 0
 
@@ -70,7 +70,7 @@ class Left:
 def test_a_collective_that_gloo_does_not_end_ends_when_the_others_have_gone_on() -> None:
     ours, never = LiveCollectives(WORLD, CPU, cast(Any, Left())), threading.Event()
     with refusing(dist.DistBackendError):
-        ours.through(lambda: never.wait(60))
+        ours.call_collective(lambda: never.wait(60))
     never.set()
 
 
@@ -79,7 +79,7 @@ def test_who_is_gone_is_not_told_that_the_others_have_gone_on(monkeypatch: pytes
         def give_up(self, error: Exception) -> None:
             raise AssertionError
 
-    monkeypatch.setattr(live, "_ASKING_SECONDS", 0.01)
+    monkeypatch.setattr(live, "ASKING_SECONDS", 0.01)
     member, exchange = Left(), Exchange()
     LiveCollectives(WORLD, CPU, cast(Any, member)).when_left_behind(exchange.give_up)
     del exchange

@@ -1,4 +1,4 @@
-"""How a process takes its place among the members, on a real store."""
+"""How a process takes its place in a group, by the list of members in a real store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MINE, OTHER = "0.0@0", "0.0@1"
 def test_who_comes_when_the_others_have_stopped_waiting_leaves_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would train alone in a group whose other members have left, until its own time is over."""
+    """Otherwise it would wait alone in a group whose other members have left, until its own time is over."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
     monkeypatch.setattr(live, "store_at", lambda *_: store)
     members, first = Members(store), Membership(0, (MINE, OTHER))
