@@ -20,13 +20,17 @@ from ddp_core.distributed.world import World
 def choose_layout(asked: Asked, world: World) -> Layout:
     """The layout; where the user left something open, the launcher decides, if there is one, and the devices here.
 
-    Raises UserError for counts and a shard mode that contradict the kind of layout.
+    Raises UserError for counts and a shard mode that contradict the kind of layout, or the launcher.
     """
     found = 0 if asked.device == "cpu" else gpus_here()
     # A launcher counts processes; the replicas of dp are threads of one process, which it knows nothing of.
     if World.is_set() and (asked.layout != "dp" or world.world_size > 1):
-        nnodes, wanted = world.nnodes, world.nproc_per_node
-        needed = 1
+        nnodes, wanted, needed = world.nnodes, world.nproc_per_node, 1
+        if asked.nproc_per_node not in (None, wanted):
+            raise UserError(
+                f"--nproc-per-node {asked.nproc_per_node}, but this process is {world.place} of a launch with {wanted} "
+                "on each node: leave the option out, or unset RANK and WORLD_SIZE where no launcher has set them"
+            )
     else:
         nnodes, wanted = asked.nnodes.high, asked.nproc_per_node or 0
         needed = wanted or 1

@@ -313,7 +313,7 @@ def _meet(collectives: Collectives, timeout: float) -> dist.Store:
     except dist.DistError:
         raise UserError(
             f"{world.place}: {_absent(store, names)} of {world.world_size} did not come within {timeout:.0f} s: "
-            "start the missing processes, or set the world size to what is there",
+            "start the missing processes, or unset RANK and WORLD_SIZE here where no launcher has set them",
             ExitCode.PEERS_LOST,
         ) from None
     return store

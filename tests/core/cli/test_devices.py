@@ -57,6 +57,14 @@ def test_a_launcher_outside_may_show_each_rank_one_gpu(
     check_gpus(Layout(kind="ddp", device="cuda", nproc_per_node=4), "exact", "auto", World.from_environment())
 
 
+def test_what_a_launchers_variables_change_is_not_done_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in World().to_environment().items():
+        monkeypatch.setenv(name, value)
+    assert layout_on(monkeypatch, 0, layout="dp", nproc_per_node=2).nproc_per_node == 2
+    with refusing():
+        layout_on(monkeypatch, 0, layout="ddp", nproc_per_node=2)
+
+
 @pytest.mark.parametrize(
     ("gpus", "kind", "reduction", "backend"),
     [
