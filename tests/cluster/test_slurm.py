@@ -138,7 +138,9 @@ def unplug(slurm: Slurm, job: Job) -> None:
         pytest.param(
             preempt, PER_RANK, "--nodes 1 --nodelist node1", "ddp-1x2-cpu", id="preempted", marks=pytest.mark.slow
         ),
-        pytest.param(unplug, PER_NODE, "--nodelist node[2-3]", "ddp-2x2-cpu", id="a node is lost"),
+        pytest.param(
+            unplug, PER_NODE, "--nodelist node[2-3]", "ddp-2x2-cpu", id="a node is lost", marks=pytest.mark.slow
+        ),
     ],
 )
 @pytest.mark.usefixtures("without_power")

@@ -129,6 +129,7 @@ def test_throttled_node_is_named_as_the_slowest(start: Start) -> None:
     record_row(7, f"D: {named.partition('| ')[2]}")
 
 
+@pytest.mark.slow
 def test_node_out_of_memory_is_named_and_ends_with_4(start: Start) -> None:
     nodes = start({"nodes": 2}, "--max-restarts", "0", epochs=1000)
     nodes.at_step(5)

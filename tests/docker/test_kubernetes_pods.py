@@ -96,10 +96,11 @@ def test_the_pods_are_one_training_with_the_weights_of_one_process(
     assert (record["layout"]["label"], record["weights_sha256"]) == ("ddp-2x2-cpu", single)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drained", "left"),
     # The first pod serves the store, so both stop.
-    [pytest.param(0, [75, 75], id="the first", marks=pytest.mark.slow), pytest.param(1, [75], id="the second")],
+    [pytest.param(0, [75, 75], id="the first"), pytest.param(1, [75], id="the second")],
 )
 def test_the_replacements_of_a_drained_machines_pods_go_on(
     prepare: Start, output: Path, single: str, drained: int, left: list[int]
