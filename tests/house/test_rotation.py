@@ -48,3 +48,11 @@ def test_a_test_that_passes_has_the_day_and_one_that_fails_keeps_the_last(projec
     # One that is overdue fails the session, too.
     known = {"test_first": TODAY, "test_second": LONG_AGO}
     assert rotate(project, known, "--rotation-seconds", "-1")[0] == 1
+
+
+def test_what_another_session_writes_meanwhile_is_kept(project: Path) -> None:
+    beside = {"begun": TODAY, "passed": {"test_it.py::test_first": LONG_AGO, "test_it.py::test_broken": TODAY}}
+    (project / "test_it.py").write_text(
+        f"def test_first(): open('tests/rotation.json', 'w').write({json.dumps(beside)!r})\ndef test_broken(): assert 0"
+    )
+    assert rotate(project, {})[2] == {"test_first": TODAY, "test_broken": TODAY}

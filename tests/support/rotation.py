@@ -87,8 +87,11 @@ class Rotation:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write down the days, and fail where a test is overdue."""
-        passed = {test: day for test, day in sorted(self._passed.items()) if self._has_file(test)}
-        self._days.write_text(json.dumps({"begun": self._begun, "passed": passed}, indent=1, default=str) + "\n")
+        # Another session may have written its own meanwhile.
+        known: dict[str, str] = json.loads(self._days.read_text())["passed"]
+        passed = known | {test: str(day) for test, day in self._passed.items() if str(day) >= known.get(test, "")}
+        days = {test: day for test, day in sorted(passed.items()) if self._has_file(test)}
+        self._days.write_text(json.dumps({"begun": str(self._begun), "passed": days}, indent=1) + "\n")
         if self._overdue and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
