@@ -115,11 +115,7 @@ PARAMETERS = ("--shard", "parameters")
         (changing("unfreezes"), "single", ["step 1, rank", UNFREEZES]),
         slow(changing("unfreezes"), "dp", ["step 1, rank", UNFREEZES]),
         (changing("unfreezes"), "ddp", ["step 1, rank", UNFREEZES]),
-        full(
-            changing("rank 0 alone"),
-            "ddp",
-            [f"step 3, rank 0 (node 0): {UNFREEZES}, and not the same on all ranks"],
-        ),
+        full(changing("rank 0 alone"), "ddp", [f"step 3, rank 0 (node 0): {UNFREEZES}, and not the same on all ranks"]),
         full(changing("left out"), "single", ["step 3", "first.weight is trained now, but no group of the optimizer"]),
         *(
             each(

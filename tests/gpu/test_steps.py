@@ -61,7 +61,7 @@ def test_a_nan_off_the_logs_rhythm_is_in_no_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_an_overflow_in_the_first_step_leaves_no_unwritten_momentum() -> None:
-    """As on the CPU: see tests/core/trainers/test_updating.py."""
+    """As on the CPU: see tests/core/trainers/test_passes.py."""
     ends = []
     for fused in (False, True):
         weight = nn.Parameter(torch.ones(1000, device="cuda"))

@@ -87,9 +87,7 @@ def test_a_sum_passes(precision: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert checked(lambda outputs, targets: -summed(outputs, targets), capsys, precision=precision) == ""
 
 
-def test_a_part_that_does_not_count_per_sample_is_a_warning(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_part_that_does_not_count_per_sample_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     said = checked(lambda outputs, targets: summed(outputs, targets) + 1.0, capsys)
     assert said.startswith("warning: loss mine gives ")
     assert "depends on micro_batch" in said
