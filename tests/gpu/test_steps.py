@@ -17,8 +17,8 @@ from ddp_core.config.experiment import Component
 from ddp_core.sampler import GlobalOrder
 from ddp_core.trainers.passes import WeightUpdate
 from ddp_core.trainers.train_state import TrainState
+from tests.core.trainers.builders import digests, experiment, finished, samples, trainer_of
 from tests.core.trainers.test_step_losses import OPTIMIZERS
-from tests.core.trainers.test_trainers import digests, experiment, finished, samples, trainer_of
 from tests.faults.launches import DOTS, Watch, launched
 from tests.support.commands import command, trained
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ddp_core.cli.prepare import check_request, prepare
 from ddp_core.config.options import Asked
 from ddp_core.trainers.graphed import CudaRecorder, GraphedPasses, Replay
-from tests.core.trainers.test_trainers import CPU, experiment
+from tests.core.trainers.builders import CPU, experiment
 from tests.gpu_standin.playing import on_devices
 from tests.support.wording import refusing
 

@@ -1,4 +1,4 @@
-"""Forward and backward of batches that are trees of tensors; the update: rates of groups, schedulers, and a resume."""
+"""Forward and backward of trees of tensors; the update: rates of groups, schedulers, and a resume."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from ddp_core.checkpoint import Checkpointer, load, newest_valid
 from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.optimizers import build_optimizer
-from ddp_core.trainers.data_parallel import _joined
 from ddp_core.trainers.passes import Passes, WeightUpdate, call
 from ddp_core.trainers.train_state import TrainState
-from tests.support.wording import refusing
 
 ONE, TWO = torch.ones(3, 2), torch.full((3, 2), 2.0)
 
@@ -58,20 +56,6 @@ def test_outputs_are_float32_at_every_place_of_the_tree(precision: str) -> None:
     passes.backward(value, passes.loss_weight(3))
     assert model.layer.weight.grad is not None
     assert seen == [(torch.float32, torch.int64)]
-
-
-def test_a_round_of_data_parallel_is_joined_at_every_place_of_the_tree() -> None:
-    whole = {"x": torch.arange(10.0).view(5, 2)}, [torch.arange(5)]
-    parts = [({"x": whole[0]["x"][rows]}, [whole[1][0][rows]]) for rows in (slice(0, 3), slice(3, 5))]
-    inputs, targets = _joined(parts, [3, 2])
-    assert torch.equal(inputs["x"], whole[0]["x"])
-    assert torch.equal(targets[0], whole[1][0])
-
-
-@pytest.mark.parametrize("other", [torch.ones(2, 4), torch.ones(7)])
-def test_what_data_parallel_cannot_cut_is_refused(other: Tensor) -> None:
-    with refusing():
-        _joined([(ONE, torch.ones(3)), (other, torch.ones(2))], [3, 2])
 
 
 STEPS = 12

@@ -28,7 +28,7 @@ from ddp_core.trainers.saving import first_not_finite
 from ddp_core.trainers.step_losses import LossGate, StepLosses, steps_between_reading
 from ddp_core.trainers.train_state import TrainState
 from tests.core.live.test_collectives import a_member
-from tests.core.trainers.test_trainers import digests, experiment, finished, samples, trainer_of
+from tests.core.trainers.builders import digests, experiment, finished, samples, trainer_of
 from tests.support.wording import refusing
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
