@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +15,9 @@ import torch
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import (
-    Checkpoint,
     Checkpointer,
     CutTensor,
-    Fence,
     Readers,
-    Superseded,
     describe,
     find_checkpoints,
     load,
@@ -34,39 +28,27 @@ from ddp_core.checkpoint import (
     whole_tensors,
 )
 from ddp_core.checkpoint.data_file import POINTS, POINTS_OF_PARTS
-from ddp_core.checkpoint.manifest import Damaged, encode, taken_together
+from ddp_core.checkpoint.manifest import Damaged
 from ddp_core.checkpoint.parts import part_of, put_together
 from ddp_core.record.weights import read_weights
-from tests.core.checkpoint.parts_cases import ThreadRanks, cut_state, in_threads, killed_at, save_in_parts, whole_state
+from tests.core.checkpoint.parts_cases import (
+    ThreadRanks,
+    cut_state,
+    described,
+    flip_a_bit,
+    in_threads,
+    is_whole,
+    killed_at,
+    names,
+    save,
+    save_in_parts,
+    truncate,
+    whole_state,
+)
+from tests.core.checkpoint.saved import REFERENCE
 from tests.faults.matrix import record_row
 from tests.support.processes import HANG, start
 from tests.support.wording import refusing
-
-REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "checkpoints.md"
-
-
-def described(state: Any) -> Any:
-    """A state in a form that can be compared, with the strides of its tensors."""
-    if isinstance(state, torch.Tensor):
-        return (str(state.dtype), tuple(state.shape), state.stride(), state.tolist())
-    if isinstance(state, dict):
-        return (type(state), [(key, described(value)) for key, value in state.items()])
-    return [described(value) for value in state] if isinstance(state, list | tuple) else state
-
-
-def save(directory: Path, count: int, *steps: int, **settings: Any) -> list[Checkpoint]:
-    """Save these steps by `count` ranks; return all checkpoints, the newest first."""
-    ended = in_threads(lambda ranks: save_in_parts(directory, ranks, *steps, **settings), count)
-    assert ended == [None] * count
-    return find_checkpoints(directory)
-
-
-def is_whole(checkpoint: Checkpoint | None) -> bool:
-    return checkpoint is not None and described(load(checkpoint)) == described(whole_state(checkpoint.step))
-
-
-def names(directory: Path) -> set[str]:
-    return {path.name for path in directory.iterdir()} - {"latest.json", "best.json", "fence.json", "fence.lock"}
 
 
 @pytest.mark.parametrize(("count", "asynchronous"), [(2, False), (3, True), (7, False)])
@@ -154,16 +136,6 @@ def test_each_rank_passes_its_points_in_the_order_of_the_page(tmp_path: Path) ->
     assert all(f"`{point}`" in text for point in POINTS_OF_PARTS)
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 8
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize(("part", "damage"), [(0, truncate), (1, flip_a_bit), (2, Path.unlink)])
 def test_a_checkpoint_with_a_damaged_part_is_passed_over_and_the_part_is_named(
     tmp_path: Path, part: int, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
@@ -179,17 +151,6 @@ def test_a_checkpoint_with_a_damaged_part_is_passed_over_and_the_part_is_named(
         with pytest.raises(UserError, match=re.escape(newest.parts[part].file)) as caught:
             read(newest)
         assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
-
-
-@pytest.mark.parametrize(("field", "value"), [("bytes", 3), ("sha256", "0" * 64), ("file", "step-000000010.pt")])
-def test_a_manifest_whose_parts_do_not_fit_is_damaged(tmp_path: Path, field: str, value: Any) -> None:
-    [checkpoint] = save(tmp_path, 2, 10)
-    checkpoint.manifest.write_bytes(encode(replace(checkpoint, **{field: value})))
-    assert find_checkpoints(tmp_path) == []
-    outside = tuple(replace(part, file=f"../{part.file}") for part in checkpoint.parts)
-    whole = taken_together(outside)
-    checkpoint.manifest.write_bytes(encode(replace(checkpoint, parts=outside, file=whole.file)))
-    assert find_checkpoints(tmp_path) == []
 
 
 def contents(count: int = 3) -> tuple[list[Any], Any]:
@@ -252,104 +213,6 @@ def test_an_unreadable_manifest_goes_with_the_parts_beside_it(tmp_path: Path) ->
     save(tmp_path, 2, 40)
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [40, 30]
     assert not [name for name in names(tmp_path) if "10" in name]
-
-
-def full(point: str, rank: int, ranks: ThreadRanks) -> Callable[[str], None]:
-    def at(reached: str) -> None:
-        if (reached, ranks.rank) == (point, rank):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    return at
-
-
-@pytest.mark.parametrize(
-    ("rank", "point", "asynchronous"),
-    [
-        *((1, "data opened", False), (1, "data renamed", True), (2, "data written", True)),
-        *((0, "data synced", False), (0, "manifest written", True)),
-    ],
-)
-def test_a_full_disk_of_one_rank_is_an_error_of_all_and_commits_nothing(
-    tmp_path: Path, rank: int, point: str, asynchronous: bool
-) -> None:
-    save(tmp_path, 3, 10)
-    before = names(tmp_path)
-    settings = {"asynchronous": asynchronous}
-    ended = in_threads(lambda ranks: save_in_parts(tmp_path, ranks, 20, at=full(point, rank, ranks), **settings), 3)
-    for error in ended:
-        assert isinstance(error, UserError)
-        assert error.exit_code == ExitCode.RESOURCES
-        assert re.match(rf"rank {rank}: no room for .*step-000000020\.part-{rank + 1}-of-3\.pt", str(error))
-    assert names(tmp_path) == before
-    assert is_whole(newest_valid(tmp_path))
-    assert is_whole(save(tmp_path, 3, 20)[0])
-
-
-def test_an_error_after_the_commit_is_told_and_the_checkpoint_stays(tmp_path: Path) -> None:
-    ended = in_threads(lambda ranks: save_in_parts(tmp_path, ranks, 10, at=full("latest synced", 0, ranks)), 2)
-    assert all(isinstance(error, UserError) for error in ended)
-    assert is_whole(newest_valid(tmp_path))
-    assert sweep(tmp_path) == []
-
-
-@pytest.mark.parametrize(("rank", "said"), [(0, "TypeError: state['odd']"), (1, "ValueError: the copy broke")])
-def test_what_one_rank_cannot_save_is_told_to_the_others(tmp_path: Path, rank: int, said: str) -> None:
-    """Rank 0 cannot even begin; rank 1 fails in the background."""
-
-    def fail() -> None:
-        raise ValueError("the copy broke")
-
-    def work(ranks: ThreadRanks) -> None:
-        with Checkpointer(tmp_path, ranks=ranks, asynchronous=rank == 1) as checkpointer:
-            state = cut_state(10, ranks.rank, ranks.count)
-            if ranks.rank == rank == 0:
-                state = {"odd": object()}
-            elif ranks.rank == rank:
-                checkpointer._snapshots.ready = fail
-            checkpointer.save(state, step=10, epoch=0)
-
-    ended = in_threads(work, 2)
-    assert type(ended[rank]).__name__ == said.partition(":")[0]
-    assert isinstance(ended[1 - rank], RuntimeError)
-    assert str(ended[1 - rank]).startswith(f"rank {rank} could not save a checkpoint: {said}")
-    assert names(tmp_path) == set()
-
-
-def test_a_full_disk_is_told_also_where_the_file_cannot_be_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path, missing_ok: bool = False) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    for error in in_threads(lambda ranks: save_in_parts(tmp_path, ranks, 20, at=full("data renamed", 1, ranks)), 2):
-        assert isinstance(error, UserError)
-        assert re.match(r"rank 1: no room for .*step-000000020\.part-2-of-2\.pt", str(error))
-
-
-def test_a_superseded_rank_commits_nothing(tmp_path: Path) -> None:
-    old, before = Fence.take(tmp_path), names(tmp_path)
-
-    def take_over(reached: str) -> None:
-        if reached == "data synced":
-            Fence.take(tmp_path)
-
-    def work(ranks: ThreadRanks) -> None:
-        fence = Fence(tmp_path, old.token)
-        save_in_parts(tmp_path, ranks, 10, fence=fence, at=take_over if ranks.rank == 1 else lambda _: None)
-
-    assert [type(error) for error in in_threads(work, 2)] == [Superseded, Superseded]
-    assert names(tmp_path) == before
-
-
-def test_a_part_that_the_first_rank_does_not_see_is_not_committed(tmp_path: Path) -> None:
-    def work(ranks: ThreadRanks) -> None:
-        save_in_parts(tmp_path / str(ranks.rank), ranks, 10)
-
-    for error in in_threads(work, 2):
-        assert isinstance(error, UserError)
-        assert "rank 1 has written step-000000010.part-2-of-2.pt, but rank 0 does not see it" in str(error)
-    assert [*names(tmp_path / "0"), *names(tmp_path / "1")] == []
 
 
 def test_what_dead_ranks_left_is_swept_and_what_a_live_one_holds_is_not(tmp_path: Path) -> None:
