@@ -22,22 +22,11 @@ from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.step import StepBatch
 from ddp_core.sampler import GlobalOrder
 from tests.core.live.test_collectives import a_member
-from tests.core.trainers.builders import (
-    CPU,
-    MOMENTS,
-    RECIPES,
-    Recorder,
-    digests,
-    experiment,
-    finished,
-    mlp,
-    samples,
-    trainer_of,
-)
+from tests.core.trainers import builders
 from tests.support.wording import refusing
 
 
-def textbook(record: Experiment, data: InMemory, build: Callable[[], nn.Module] = mlp) -> nn.Module:
+def textbook(record: Experiment, data: InMemory, build: Callable[[], nn.Module] = builders.mlp) -> nn.Module:
     """Train with the loop of every tutorial: per batch one mean loss, one backward, one step, tensor by tensor."""
     torch.manual_seed(record.seed)
     model = build()
@@ -68,20 +57,29 @@ def assert_close(ours: nn.Module, theirs: nn.Module, tolerance: float = 1e-5) ->
 @pytest.mark.parametrize(
     ("micro_batch", "reduction"), [(None, "plain"), (8, "plain"), (3, "plain"), (8, "exact"), (3, "exact")]
 )
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", builders.RECIPES)
 def test_training_is_the_textbooks(recipe: str, micro_batch: int | None, reduction: str) -> None:
-    fields: dict[str, Any] = {"global_batch_size": 24 if micro_batch == 3 else 16, "epochs": 3, **RECIPES[recipe]}
-    record = experiment(micro_batch=micro_batch, reduction=reduction, **fields)
-    assert_close(finished(record).state.model, textbook(record, samples(64)))
+    fields: dict[str, Any] = {
+        "global_batch_size": 24 if micro_batch == 3 else 16,
+        "epochs": 3,
+        **builders.RECIPES[recipe],
+    }
+    record = builders.experiment(micro_batch=micro_batch, reduction=reduction, **fields)
+    assert_close(builders.finished(record).state.model, textbook(record, builders.samples(64)))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_learns_and_has_one_digest(precision: str) -> None:
-    fields: dict[str, Any] = {"epochs": 3, "reduction": "exact", **RECIPES["sgd"]}
-    alone, full = finished(experiment(precision=precision, **fields)), finished(experiment(**fields))
-    together = finished(experiment(precision=precision, **fields), layout=Layout(kind="dp", nproc_per_node=3))
-    assert digests(together) == digests(alone)
-    assert digests(full) != digests(alone), "autocast was not on"
+    fields: dict[str, Any] = {"epochs": 3, "reduction": "exact", **builders.RECIPES["sgd"]}
+    alone, full = (
+        builders.finished(builders.experiment(precision=precision, **fields)),
+        builders.finished(builders.experiment(**fields)),
+    )
+    together = builders.finished(
+        builders.experiment(precision=precision, **fields), layout=Layout(kind="dp", nproc_per_node=3)
+    )
+    assert builders.digests(together) == builders.digests(alone)
+    assert builders.digests(full) != builders.digests(alone), "autocast was not on"
     assert_close(alone.state.model, full.state.model, tolerance=0.05)
     assert (together.state.scaler is not None) == (precision == "fp16")
     assert all(value.dtype == torch.float32 for value in together.state.model.state_dict().values())
@@ -91,7 +89,7 @@ class MakesRoom(LiveCollectives):
     """A rank that is to make room after its first step, and another one, which may have been asked to stop."""
 
     def __init__(self, is_other_asked: bool) -> None:
-        super().__init__(World(), CPU, a_member(makes_room=True))
+        super().__init__(World(), builders.CPU, a_member(makes_room=True))
         self.is_other_asked = is_other_asked
 
     def gather(self, value: Any) -> list[Any]:
@@ -100,7 +98,7 @@ class MakesRoom(LiveCollectives):
 
 def test_a_rank_that_nobody_has_asked_stops_with_the_others_and_where_room_is_only_made_saves_nothing() -> None:
     for is_other_asked, end in ((True, Stopped), (False, Regroup)):
-        with trainer_of(experiment(), collectives=MakesRoom(is_other_asked)) as trainer:
+        with builders.trainer_of(builders.experiment(), collectives=MakesRoom(is_other_asked)) as trainer:
             with refusing(end):
                 trainer.train()
             assert (trainer.state.step, trainer.saving.newest_step) == (1, int(is_other_asked))
@@ -108,7 +106,7 @@ def test_a_rank_that_nobody_has_asked_stops_with_the_others_and_where_room_is_on
 
 def test_a_stop_that_is_asked_for_after_the_update_is_met_although_room_is_to_be_made() -> None:
     stop = StopRequest()
-    with trainer_of(experiment(), collectives=MakesRoom(is_other_asked=False), stop=stop) as trainer:
+    with builders.trainer_of(builders.experiment(), collectives=MakesRoom(is_other_asked=False), stop=stop) as trainer:
         save = trainer.loop.observers.settle
 
         def ask_then_save(batch: StepBatch) -> None:
@@ -123,10 +121,10 @@ def test_a_stop_that_is_asked_for_after_the_update_is_met_although_room_is_to_be
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
 def test_observers_see_the_moments_of_every_step_in_order(layout: Layout) -> None:
-    recorder = Recorder()
-    with trainer_of(experiment(), layout=layout, observers=(recorder,)) as recorder.trainer:
+    recorder = builders.Recorder()
+    with builders.trainer_of(builders.experiment(), layout=layout, observers=(recorder,)) as recorder.trainer:
         recorder.trainer.train()
-    assert recorder.seen == [(moment, step) for step in range(4) for moment in MOMENTS]
+    assert recorder.seen == [(moment, step) for step in range(4) for moment in builders.MOMENTS]
     assert recorder.ids == [GlobalOrder(64, 0).ids(0, step * 16, step * 16 + 16).tolist() for step in range(4)]
     assert [(report.step, report.samples, len(report.losses)) for report in recorder.reports] == [
         (step, 16, 4) for step in range(4)
