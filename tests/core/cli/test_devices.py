@@ -57,9 +57,7 @@ def test_a_launcher_outside_may_show_each_rank_one_gpu(
 @pytest.mark.parametrize(
     ("gpus", "kind", "reduction", "backend"),
     [
-        (0, "single", "exact", "auto"),
-        (0, "ddp", "exact", "gloo"),
-        (1, "dp", "plain", "auto"),
+        *((0, "single", "exact", "auto"), (0, "ddp", "exact", "gloo"), (1, "dp", "plain", "auto")),
         (2, "ddp", "exact", "nccl"),
     ],
 )
