@@ -26,8 +26,7 @@ SAVING_TRAINER = "from lightning.pytorch.callbacks import ModelCheckpoint\n" + E
 RESUMING_TRAINER = EXACT_TRAINER.replace("shuffle=True))", 'shuffle=True), ckpt_path="saved/epoch=0.ckpt")')
 BATCH = "        inputs, targets = batch\n"
 COUNTING_TRAINER = EXACT_TRAINER.replace(
-    BATCH,
-    f"{BATCH}        self.calls = getattr(self, 'calls', 0) + 1\n        inputs = inputs * (1 + self.calls)\n",
+    BATCH, f"{BATCH}        self.calls = getattr(self, 'calls', 0) + 1\n        inputs = inputs * (1 + self.calls)\n"
 )
 # Noise is drawn while samples are put together, and a metric counts what training_step has seen.
 NOISY = """
@@ -186,8 +185,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(
-    ("script", "old", "new", "said"),
-    rows(REFUSED, "Trainer accumulates", "Accelerate in the middle", "HF over tokens"),
+    ("script", "old", "new", "said"), rows(REFUSED, "Trainer accumulates", "Accelerate in the middle", "HF over tokens")
 )
 def test_what_cannot_be_exact_is_refused(script: str, old: str, new: str, said: str, tmp_path: Path) -> None:
     assert said in refused(script.replace(old, new), tmp_path)

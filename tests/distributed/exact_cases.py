@@ -374,48 +374,6 @@ def foreign_loop(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     return digests, messages
 
 
-def disagree(rank: int, world_size: int) -> list[str]:
-    """Construct on three ranks that differ in something each time; return what each refusal says."""
-    messages = []
-    odd = rank == 2
-    with process_group():
-        for what in (
-            "nothing",
-            "threads",
-            "micro-batches",
-            "shares",
-            "shape",
-            "memory",
-            "type",
-            "number",
-            "weights",
-            "scale",
-        ):
-            torch.set_num_threads(2 if odd and what == "threads" else 1)
-            torch.manual_seed(odd and what == "weights")
-            net = nn.Sequential(nn.Conv2d(2, 4 if odd and what == "shape" else 3, 3))
-            if odd and what == "type":
-                net.double()
-            if odd and what == "memory":
-                net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            net[0].bias.requires_grad = not (odd and what == "number")
-            is_strided = odd if what == "shares" else what == "weights"
-            shares: Shares = "strided" if is_strided else "contiguous"
-            micro_batches = 2 if odd and what == "micro-batches" else 4
-            try:
-                with ExactReduction(net, micro_batches, process_group=dist.group.WORLD, shares=shares) as exact:
-                    exact.begin()
-                    for index in exact.share:
-                        with exact.micro_batch(index):
-                            net(torch.ones(1, 2, 3, 3)).sum().backward()
-                    exact.finish(scale=1 + (odd and what == "scale"))
-                    torch.optim.SGD(net.parameters(), 0.1).step()
-                    exact.begin()
-            except ValueError as error:
-                messages.append(str(error))
-    return messages
-
-
 def begin_again_alone(rank: int, world_size: int) -> int:
     """Let the last rank throw away what it had begun of each step; return how many steps came to an end."""
     torch.manual_seed(0)

@@ -26,10 +26,7 @@ def alone() -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("kind", "count"),
-    [("dp", 2), pytest.param("ddp", 3, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("kind", "count"), [("dp", 2), pytest.param("ddp", 3, marks=pytest.mark.slow)])
 def test_what_is_drawn_is_the_same_on_every_layout(kind: str, count: int, tmp_path: Path) -> None:
     assert digests(CASES, tmp_path, kind, count) == alone()
 

@@ -62,9 +62,8 @@ ALSO: dict[str, tuple[int, ...]] = {
     "tests/faults/test_saves.py::test_a_damaged_checkpoint_is_passed_over": (10, 11),
     **dict.fromkeys(
         (
-            "tests/core/checkpoint/test_checkpoint_faults.py::test_a_full_disk_is_seen_before_and_during_the_write",
-            "tests/core/checkpoint/test_checkpoint_faults.py"
-            "::test_a_file_limit_is_a_full_disk_and_the_checkpoint_before_loads",
+            "tests/core/checkpoint/test_data_file.py::test_a_full_disk_is_seen_before_and_during_the_write",
+            "tests/core/checkpoint/test_data_file.py::test_a_file_limit_is_a_full_disk_and_the_checkpoint_before_loads",
         ),
         (8,),
     ),

@@ -72,7 +72,7 @@ def test_held_out_samples_count_once_on_every_layout(tmp_path: Path) -> None:
     layouts = (("single", 1), ("ddp", 3))
     for kind, count in layouts:
         digests(cases, tmp_path / f"{kind}-{count}", kind, count)
-    # That each is counted once, core/trainers/test_run_of_a_trainer.py counts by hand.
+    # That each is counted once, core/trainers/test_evaluation.py counts by hand.
     for number, size in enumerate(SIZES):
         runs = [trained(tmp_path / f"{kind}-{count}" / str(number)) for kind, count in layouts]
         results = {(run["result"]["test_loss"], run["result"]["test_accuracy"]) for _, run in runs}

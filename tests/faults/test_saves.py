@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_core.checkpoint import Checkpoint, find_checkpoints, newest_valid
-from tests.core.checkpoint.test_parts import flip_a_bit, truncate
+from tests.core.checkpoint.parts_cases import flip_a_bit, truncate
 from tests.faults.launches import DOTS, check_aftermath, undisturbed
 from tests.faults.matrix import record_row
 from tests.support.commands import Ended, ddp, run_workers, trained

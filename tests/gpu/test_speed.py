@@ -13,7 +13,7 @@ from torch import nn
 from ddp_core.base.determinism import choose_kernels
 from ddp_core.data.splits import InMemory
 from ddp_core.observe.step import StepBatch, StepObserver
-from tests.core.trainers.test_trainers import experiment, trainer_of
+from tests.core.trainers.builders import experiment, trainer_of
 from tests.support.commands import command, ddp, trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

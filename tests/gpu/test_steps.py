@@ -17,8 +17,8 @@ from ddp_core.config.experiment import Component
 from ddp_core.sampler import GlobalOrder
 from ddp_core.trainers.passes import WeightUpdate
 from ddp_core.trainers.train_state import TrainState
+from tests.core.trainers.builders import digests, experiment, finished, samples, trainer_of
 from tests.core.trainers.test_step_losses import OPTIMIZERS
-from tests.core.trainers.test_trainers import digests, experiment, finished, samples, trainer_of
 from tests.faults.launches import DOTS, Watch, launched
 from tests.support.commands import command, trained
 
@@ -61,7 +61,7 @@ def test_a_nan_off_the_logs_rhythm_is_in_no_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_an_overflow_in_the_first_step_leaves_no_unwritten_momentum() -> None:
-    """As on the CPU: see tests/core/trainers/test_updating.py."""
+    """As on the CPU: see tests/core/trainers/test_passes.py."""
     ends = []
     for fused in (False, True):
         weight = nn.Parameter(torch.ones(1000, device="cuda"))

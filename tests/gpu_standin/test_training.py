@@ -19,7 +19,7 @@ from ddp_core.checkpoint.ranks import Ranks
 from ddp_core.config.layout import Layout
 from ddp_core.distributed.process_group import local_device, process_group
 from ddp_core.distributed.world import World, free_port
-from tests.core.trainers.test_trainers import batch_norm_and_dropout, digests, experiment, finished, samples, trainer_of
+from tests.core.trainers.builders import batch_norm_and_dropout, digests, experiment, finished, samples, trainer_of
 from tests.gpu.test_speed import RaisesWhereTheHostWaits
 from tests.gpu_standin.playing import on_devices, ranks_on_devices
 from tests.support.commands import ddp, trained

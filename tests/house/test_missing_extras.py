@@ -118,18 +118,13 @@ HELPS = [
 ]
 OPTIONS = [(LOOK, Asked(**{"experiment": "mine.py", name: value}).to_words()) for name, value in VALUES.items()]
 WORK = [
-    (DDP, ["train", "mine.py", "--device", "cpu", "--output", "outputs"]),
-    (DDP, ["compare"]),
-    (DDP, ["watch", "--once"]),
-    (DDP, ["verify", "RUN"]),
-    (DDP, ["launch-files", "slurm"]),
+    *((DDP, ["train", "mine.py", "--device", "cpu", "--output", "outputs"]), (DDP, ["compare"])),
+    *((DDP, ["watch", "--once"]), (DDP, ["verify", "RUN"]), (DDP, ["launch-files", "slurm"])),
 ]
 NEED = [
     *(("digits", (DDP, [word, "digits"])) for word in ("train", "rehearse")),
-    ("yaml", (DDP, ["chaos", "--backend", "local"])),
-    ("yaml", (CLUSTER, ["check", "ddp-cpu"])),
-    ("tensorboard", (DDP, ["train", "mine.py", "--log-to", "tensorboard"])),
-    ("report", (DDP, ["report"])),
+    *(("yaml", (DDP, ["chaos", "--backend", "local"])), ("yaml", (CLUSTER, ["check", "ddp-cpu"]))),
+    *(("tensorboard", (DDP, ["train", "mine.py", "--log-to", "tensorboard"])), ("report", (DDP, ["report"]))),
     ("cluster", (CLUSTER, ["up", "--experiment", "mine.py", "--backend", "docker"])),
 ]
 """Each extra with a call that asks for it; RUN is the directory of the run that was trained before."""

@@ -124,6 +124,12 @@ def _all_gather_object(found: list[Any], own: object, group: ThreadGroup) -> Non
         found[peer] = group.wires.objects(peer, group.rank()).get(timeout=SECONDS)
 
 
+def _all_reduce(found: Tensor, op: object, group: ThreadGroup) -> None:
+    everyones: list[Any] = [None] * group.size()
+    _all_gather_object(everyones, found.clone(), group)
+    found.copy_(torch.stack(everyones).amax(0))
+
+
 def _all_to_all(out: Tensor, own: Tensor, receives: Sequence[int], sends: Sequence[int], group: ThreadGroup) -> None:
     assert (out.numel(), own.numel()) == (sum(receives), sum(sends))
     works = [group.send([part], peer, -1) for peer, part in enumerate(own.split(list(sends)))]
@@ -197,6 +203,7 @@ def on_thread_world(world_size: int, function: Callable[[Any], Any]) -> list[Any
 
     store, wires = dist.HashStore(), Wires()
     ends = SimpleNamespace(is_initialized=lambda: True, destroy_process_group=lambda _: None)
+    ends.all_reduce, ends.ReduceOp = _all_reduce, dist.ReduceOp
 
     def own_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> Any:
         own = ThreadGroup(wires, group.rank(), group.size())

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_core.checkpoint import Checkpointer, CutTensor, Ranks
+from ddp_core.checkpoint import Checkpoint, Checkpointer, CutTensor, Ranks, find_checkpoints, load
 
 Value = TypeVar("Value")
 
@@ -111,3 +111,37 @@ def _join(rank: int, world_size: int, meeting: Path) -> None:
     meeting.mkdir(parents=True, exist_ok=True)
     store = dist.FileStore(str(meeting / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def described(state: Any) -> Any:
+    """A state in a form that can be compared, with the strides of its tensors."""
+    if isinstance(state, torch.Tensor):
+        return (str(state.dtype), tuple(state.shape), state.stride(), state.tolist())
+    if isinstance(state, dict):
+        return (type(state), [(key, described(value)) for key, value in state.items()])
+    return [described(value) for value in state] if isinstance(state, list | tuple) else state
+
+
+def save(directory: Path, count: int, *steps: int, **settings: Any) -> list[Checkpoint]:
+    """Save these steps by `count` ranks; return all checkpoints, the newest first."""
+    ended = in_threads(lambda ranks: save_in_parts(directory, ranks, *steps, **settings), count)
+    assert ended == [None] * count
+    return find_checkpoints(directory)
+
+
+def is_whole(checkpoint: Checkpoint | None) -> bool:
+    return checkpoint is not None and described(load(checkpoint)) == described(whole_state(checkpoint.step))
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()} - {"latest.json", "best.json", "fence.json", "fence.lock"}
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 8
+    path.write_bytes(content)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +15,9 @@ import torch
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import (
-    Checkpoint,
     Checkpointer,
     CutTensor,
-    Fence,
     Readers,
-    Superseded,
     describe,
     find_checkpoints,
     load,
@@ -34,64 +28,39 @@ from ddp_core.checkpoint import (
     whole_tensors,
 )
 from ddp_core.checkpoint.data_file import POINTS, POINTS_OF_PARTS
-from ddp_core.checkpoint.manifest import Damaged, encode, taken_together
+from ddp_core.checkpoint.manifest import Damaged
 from ddp_core.checkpoint.parts import part_of, put_together
 from ddp_core.record.weights import read_weights
-from tests.core.checkpoint.parts_cases import ThreadRanks, cut_state, in_threads, killed_at, save_in_parts, whole_state
+from tests.core.checkpoint import parts_cases as cases
+from tests.core.checkpoint.saved import REFERENCE
 from tests.faults.matrix import record_row
 from tests.support.processes import HANG, start
 from tests.support.wording import refusing
-
-REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "checkpoints.md"
-
-
-def described(state: Any) -> Any:
-    """A state in a form that can be compared, with the strides of its tensors."""
-    if isinstance(state, torch.Tensor):
-        return (str(state.dtype), tuple(state.shape), state.stride(), state.tolist())
-    if isinstance(state, dict):
-        return (type(state), [(key, described(value)) for key, value in state.items()])
-    return [described(value) for value in state] if isinstance(state, list | tuple) else state
-
-
-def save(directory: Path, count: int, *steps: int, **settings: Any) -> list[Checkpoint]:
-    """Save these steps by `count` ranks; return all checkpoints, the newest first."""
-    ended = in_threads(lambda ranks: save_in_parts(directory, ranks, *steps, **settings), count)
-    assert ended == [None] * count
-    return find_checkpoints(directory)
-
-
-def is_whole(checkpoint: Checkpoint | None) -> bool:
-    return checkpoint is not None and described(load(checkpoint)) == described(whole_state(checkpoint.step))
-
-
-def names(directory: Path) -> set[str]:
-    return {path.name for path in directory.iterdir()} - {"latest.json", "best.json", "fence.json", "fence.lock"}
 
 
 @pytest.mark.parametrize(("count", "asynchronous"), [(2, False), (3, True), (7, False)])
 def test_what_all_ranks_have_written_is_read_as_one_process_would_have_saved_it(
     tmp_path: Path, count: int, asynchronous: bool
 ) -> None:
-    [newest, older] = save(tmp_path, count, 10, 20, asynchronous=asynchronous)
+    [newest, older] = cases.save(tmp_path, count, 10, 20, asynchronous=asynchronous)
     assert (newest.step, older.step) == (20, 10)
     assert newest == newest_valid(tmp_path)
     for checkpoint in (newest, older):
         state = load(checkpoint)
         parts = [f"step-0000000{checkpoint.step}.part-{n + 1}-of-{count}.pt" for n in range(count)]
-        assert described(state) == described(whole_state(checkpoint.step))
+        assert cases.described(state) == cases.described(cases.whole_state(checkpoint.step))
         assert state["model"]["weight"] is state["model"]["again"]
         assert checkpoint.shapes == describe(state)
         assert [part.file for part in checkpoint.parts] == parts
         assert checkpoint.bytes == sum((tmp_path / name).stat().st_size for name in parts)
         for name in (checkpoint.manifest.name, parts[0], parts[-1]):
             assert read_checkpoint(tmp_path / name, sha256=checkpoint.sha256) == checkpoint
-    assert read_weights(newest.path)["turned"].equal(whole_state(20)["model"]["turned"])
+    assert read_weights(newest.path)["turned"].equal(cases.whole_state(20)["model"]["turned"])
 
 
 def test_a_state_is_read_in_parts_and_put_together_where_it_is_wanted(tmp_path: Path) -> None:
-    [checkpoint] = save(tmp_path, 3, 10)
-    state, whole = load(checkpoint, in_parts=True), whole_state(10)
+    [checkpoint] = cases.save(tmp_path, 3, 10)
+    state, whole = load(checkpoint, in_parts=True), cases.whole_state(10)
     turned = state["model"]["turned"]
     assert isinstance(turned, CutTensor)
     assert sorted(turned.pieces) == [0, 13, 26]
@@ -99,23 +68,23 @@ def test_a_state_is_read_in_parts_and_put_together_where_it_is_wanted(tmp_path: 
     assert turned.whole().stride() == whole["model"]["turned"].stride()
     assert state["model"]["weight"] is state["model"]["again"]
     put = whole_tensors(state)
-    assert described(put) == described(whole)
+    assert cases.described(put) == cases.described(whole)
     assert put["model"]["weight"] is put["model"]["again"]
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_a_whole_state_is_read_in_parts_as_it_is(tmp_path: Path, in_parts: bool) -> None:
-    Checkpointer(tmp_path).save(whole_state(10), step=10, epoch=0)
+    Checkpointer(tmp_path).save(cases.whole_state(10), step=10, epoch=0)
     [checkpoint] = find_checkpoints(tmp_path)
     state = load(checkpoint, in_parts=in_parts)
     for file in checkpoint.data:
         (tmp_path / file.file).unlink()
-    assert described(state) == described(whole_state(10))
+    assert cases.described(state) == cases.described(cases.whole_state(10))
 
 
 def test_readers_verify_a_share_each_and_all_hear_what_one_has_found(tmp_path: Path) -> None:
-    [checkpoint] = save(tmp_path, 3, 10)
-    flip_a_bit(tmp_path / checkpoint.parts[2].file)
+    [checkpoint] = cases.save(tmp_path, 3, 10)
+    cases.flip_a_bit(tmp_path / checkpoint.parts[2].file)
     meeting, found = threading.Barrier(2), [None, None]
 
     def read(number: int) -> tuple[bool, str]:
@@ -143,33 +112,23 @@ def test_readers_verify_a_share_each_and_all_hear_what_one_has_found(tmp_path: P
 def test_each_rank_passes_its_points_in_the_order_of_the_page(tmp_path: Path) -> None:
     passed: list[list[str]] = [[], []]
 
-    def work(ranks: ThreadRanks) -> None:
-        save_in_parts(tmp_path, ranks, 10, keep_last=1)
-        save_in_parts(tmp_path, ranks, 20, keep_last=1, at=passed[ranks.rank].append)
+    def work(ranks: cases.ThreadRanks) -> None:
+        cases.save_in_parts(tmp_path, ranks, 10, keep_last=1)
+        cases.save_in_parts(tmp_path, ranks, 20, keep_last=1, at=passed[ranks.rank].append)
 
-    assert in_threads(work, 2) == [None, None]
+    assert cases.in_threads(work, 2) == [None, None]
     data = POINTS[: POINTS.index("data renamed") + 1]
     assert passed == [[*data, "parts reported", *POINTS[len(data) :], "outcome told"], [*data, *POINTS_OF_PARTS]]
     text = REFERENCE.read_text().partition("## The order of the writes")[2]
     assert all(f"`{point}`" in text for point in POINTS_OF_PARTS)
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 8
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(("part", "damage"), [(0, truncate), (1, flip_a_bit), (2, Path.unlink)])
+@pytest.mark.parametrize(("part", "damage"), [(0, cases.truncate), (1, cases.flip_a_bit), (2, Path.unlink)])
 def test_a_checkpoint_with_a_damaged_part_is_passed_over_and_the_part_is_named(
     tmp_path: Path, part: int, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    newest, older = save(tmp_path, 3, 10, 20)
-    assert is_whole(older)
+    newest, older = cases.save(tmp_path, 3, 10, 20)
+    assert cases.is_whole(older)
     damage(tmp_path / newest.parts[part].file)
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a part was loaded"))
     lines: list[str] = []
@@ -181,19 +140,8 @@ def test_a_checkpoint_with_a_damaged_part_is_passed_over_and_the_part_is_named(
         assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
 
 
-@pytest.mark.parametrize(("field", "value"), [("bytes", 3), ("sha256", "0" * 64), ("file", "step-000000010.pt")])
-def test_a_manifest_whose_parts_do_not_fit_is_damaged(tmp_path: Path, field: str, value: Any) -> None:
-    [checkpoint] = save(tmp_path, 2, 10)
-    checkpoint.manifest.write_bytes(encode(replace(checkpoint, **{field: value})))
-    assert find_checkpoints(tmp_path) == []
-    outside = tuple(replace(part, file=f"../{part.file}") for part in checkpoint.parts)
-    whole = taken_together(outside)
-    checkpoint.manifest.write_bytes(encode(replace(checkpoint, parts=outside, file=whole.file)))
-    assert find_checkpoints(tmp_path) == []
-
-
 def contents(count: int = 3) -> tuple[list[Any], Any]:
-    parts = [part_of(cut_state(10, rank, count), rank == 0) for rank in range(count)]
+    parts = [part_of(cases.cut_state(10, rank, count), rank == 0) for rank in range(count)]
     return [content for content, _ in parts], parts[0][1]
 
 
@@ -214,7 +162,7 @@ SPOILED: dict[str, dict[int, dict[str, dict[int, torch.Tensor] | None]]] = {
 @pytest.mark.parametrize("how", [*SPOILED, "gaps"])
 def test_parts_that_are_not_the_whole_are_damaged(how: str) -> None:
     parts, shapes = contents()
-    assert described(whole_tensors(put_together(parts, shapes))) == described(whole_state(10))
+    assert cases.described(whole_tensors(put_together(parts, shapes))) == cases.described(cases.whole_state(10))
     for number, pieces in SPOILED.get(how, {}).items():
         changed = parts[number]["pieces"] | pieces
         parts[number]["pieces"] = {name: each for name, each in changed.items() if each is not None}
@@ -226,7 +174,7 @@ def test_parts_that_are_not_the_whole_are_damaged(how: str) -> None:
 
 def test_two_tensors_of_one_name_and_a_cut_one_without_ranks_are_refused(tmp_path: Path) -> None:
     with refusing(TypeError):
-        Checkpointer(tmp_path).save(cut_state(10, 0, 1), step=10, epoch=0)
+        Checkpointer(tmp_path).save(cases.cut_state(10, 0, 1), step=10, epoch=0)
     cut = CutTensor(torch.float32, (1,), (1,), {0: torch.ones(1)})
     for other in (cut, torch.ones(1)):
         with refusing(ValueError):
@@ -234,122 +182,24 @@ def test_two_tensors_of_one_name_and_a_cut_one_without_ranks_are_refused(tmp_pat
 
 
 def test_old_checkpoints_go_with_all_their_parts(tmp_path: Path) -> None:
-    save(tmp_path, 3, 10, 20, keep_last=1)
-    Checkpointer(tmp_path, keep_last=1).save(whole_state(30), step=30, epoch=0, best=True)
-    assert names(tmp_path) == {"step-000000030.json", "step-000000030.pt"}
-    [newest] = save(tmp_path, 2, 30)
-    assert is_whole(newest)
+    cases.save(tmp_path, 3, 10, 20, keep_last=1)
+    Checkpointer(tmp_path, keep_last=1).save(cases.whole_state(30), step=30, epoch=0, best=True)
+    assert cases.names(tmp_path) == {"step-000000030.json", "step-000000030.pt"}
+    [newest] = cases.save(tmp_path, 2, 30)
+    assert cases.is_whole(newest)
     assert {part.file for part in newest.data} == {f"step-000000030.part-{n}-of-2.pt" for n in (1, 2)}
-    [again] = save(tmp_path, 2, 30)
-    assert names(tmp_path) == {"step-000000030.json", *(f"step-000000030-2.part-{n}-of-2.pt" for n in (1, 2))}
-    assert is_whole(again)
+    [again] = cases.save(tmp_path, 2, 30)
+    assert cases.names(tmp_path) == {"step-000000030.json", *(f"step-000000030-2.part-{n}-of-2.pt" for n in (1, 2))}
+    assert cases.is_whole(again)
 
 
 def test_an_unreadable_manifest_goes_with_the_parts_beside_it(tmp_path: Path) -> None:
-    [damaged] = save(tmp_path, 2, 10)
-    truncate(damaged.manifest)
-    save(tmp_path, 2, 20, 30)
-    save(tmp_path, 2, 40)
+    [damaged] = cases.save(tmp_path, 2, 10)
+    cases.truncate(damaged.manifest)
+    cases.save(tmp_path, 2, 20, 30)
+    cases.save(tmp_path, 2, 40)
     assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [40, 30]
-    assert not [name for name in names(tmp_path) if "10" in name]
-
-
-def full(point: str, rank: int, ranks: ThreadRanks) -> Callable[[str], None]:
-    def at(reached: str) -> None:
-        if (reached, ranks.rank) == (point, rank):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    return at
-
-
-@pytest.mark.parametrize(
-    ("rank", "point", "asynchronous"),
-    [
-        *((1, "data opened", False), (1, "data renamed", True), (2, "data written", True)),
-        *((0, "data synced", False), (0, "manifest written", True)),
-    ],
-)
-def test_a_full_disk_of_one_rank_is_an_error_of_all_and_commits_nothing(
-    tmp_path: Path, rank: int, point: str, asynchronous: bool
-) -> None:
-    save(tmp_path, 3, 10)
-    before = names(tmp_path)
-    settings = {"asynchronous": asynchronous}
-    ended = in_threads(lambda ranks: save_in_parts(tmp_path, ranks, 20, at=full(point, rank, ranks), **settings), 3)
-    for error in ended:
-        assert isinstance(error, UserError)
-        assert error.exit_code == ExitCode.RESOURCES
-        assert re.match(rf"rank {rank}: no room for .*step-000000020\.part-{rank + 1}-of-3\.pt", str(error))
-    assert names(tmp_path) == before
-    assert is_whole(newest_valid(tmp_path))
-    assert is_whole(save(tmp_path, 3, 20)[0])
-
-
-def test_an_error_after_the_commit_is_told_and_the_checkpoint_stays(tmp_path: Path) -> None:
-    ended = in_threads(lambda ranks: save_in_parts(tmp_path, ranks, 10, at=full("latest synced", 0, ranks)), 2)
-    assert all(isinstance(error, UserError) for error in ended)
-    assert is_whole(newest_valid(tmp_path))
-    assert sweep(tmp_path) == []
-
-
-@pytest.mark.parametrize(("rank", "said"), [(0, "TypeError: state['odd']"), (1, "ValueError: the copy broke")])
-def test_what_one_rank_cannot_save_is_told_to_the_others(tmp_path: Path, rank: int, said: str) -> None:
-    """Rank 0 cannot even begin; rank 1 fails in the background."""
-
-    def fail() -> None:
-        raise ValueError("the copy broke")
-
-    def work(ranks: ThreadRanks) -> None:
-        with Checkpointer(tmp_path, ranks=ranks, asynchronous=rank == 1) as checkpointer:
-            state = cut_state(10, ranks.rank, ranks.count)
-            if ranks.rank == rank == 0:
-                state = {"odd": object()}
-            elif ranks.rank == rank:
-                checkpointer._snapshots.ready = fail
-            checkpointer.save(state, step=10, epoch=0)
-
-    ended = in_threads(work, 2)
-    assert type(ended[rank]).__name__ == said.partition(":")[0]
-    assert isinstance(ended[1 - rank], RuntimeError)
-    assert str(ended[1 - rank]).startswith(f"rank {rank} could not save a checkpoint: {said}")
-    assert names(tmp_path) == set()
-
-
-def test_a_full_disk_is_told_also_where_the_file_cannot_be_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path, missing_ok: bool = False) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    for error in in_threads(lambda ranks: save_in_parts(tmp_path, ranks, 20, at=full("data renamed", 1, ranks)), 2):
-        assert isinstance(error, UserError)
-        assert re.match(r"rank 1: no room for .*step-000000020\.part-2-of-2\.pt", str(error))
-
-
-def test_a_superseded_rank_commits_nothing(tmp_path: Path) -> None:
-    old, before = Fence.take(tmp_path), names(tmp_path)
-
-    def take_over(reached: str) -> None:
-        if reached == "data synced":
-            Fence.take(tmp_path)
-
-    def work(ranks: ThreadRanks) -> None:
-        fence = Fence(tmp_path, old.token)
-        save_in_parts(tmp_path, ranks, 10, fence=fence, at=take_over if ranks.rank == 1 else lambda _: None)
-
-    assert [type(error) for error in in_threads(work, 2)] == [Superseded, Superseded]
-    assert names(tmp_path) == before
-
-
-def test_a_part_that_the_first_rank_does_not_see_is_not_committed(tmp_path: Path) -> None:
-    def work(ranks: ThreadRanks) -> None:
-        save_in_parts(tmp_path / str(ranks.rank), ranks, 10)
-
-    for error in in_threads(work, 2):
-        assert isinstance(error, UserError)
-        assert "rank 1 has written step-000000010.part-2-of-2.pt, but rank 0 does not see it" in str(error)
-    assert [*names(tmp_path / "0"), *names(tmp_path / "1")] == []
+    assert not [name for name in cases.names(tmp_path) if "10" in name]
 
 
 def test_what_dead_ranks_left_is_swept_and_what_a_live_one_holds_is_not(tmp_path: Path) -> None:
@@ -362,11 +212,11 @@ def test_what_dead_ranks_left_is_swept_and_what_a_live_one_holds_is_not(tmp_path
     leftovers = {"step-000000009.part-2-of-2.pt", ".step-000000009.part-1-of-2.pt.0123456789ab.tmp"}
     for name in leftovers:
         (tmp_path / name).touch()
-    ended = in_threads(lambda ranks: save_in_parts(tmp_path, ranks, 10, at=look), 2)
+    ended = cases.in_threads(lambda ranks: cases.save_in_parts(tmp_path, ranks, 10, at=look), 2)
     assert ended == [None, None]
     # A file that is swept between its making and its locking is made anew.
     assert {name for found in swept for name in found} >= leftovers
-    assert is_whole(newest_valid(tmp_path))
+    assert cases.is_whole(newest_valid(tmp_path))
 
 
 @pytest.mark.slow
@@ -380,7 +230,7 @@ def test_a_kill_of_either_rank_at_any_point_leaves_the_newest_complete_checkpoin
     points = [*data, "parts reported", *(POINTS[len(data) :] if victim == 0 else []), "outcome told"]
     for point in points:
         directory = tmp_path / point.replace(" ", "-")
-        children = [start(killed_at, directory, rank, point, victim, asynchronous) for rank in range(2)]
+        children = [start(cases.killed_at, directory, rank, point, victim, asynchronous) for rank in range(2)]
         for child in children:
             child.join(HANG)
         codes = [child.exitcode for child in children]
@@ -391,12 +241,12 @@ def test_a_kill_of_either_rank_at_any_point_leaves_the_newest_complete_checkpoin
         newest = newest_valid(directory)
         committed = points.index(point) >= points.index("parts reported" if victim == 1 else "manifest renamed")
         assert newest.step == (30 if committed else 20), point
-        assert is_whole(newest), point
+        assert cases.is_whole(newest), point
         sweep(directory)
         found = find_checkpoints(directory)
         expected = [each.manifest.name for each in found] + [part.file for each in found for part in each.data]
-        assert names(directory) == set(expected), point
-        save(directory, 2, 40)
-        assert is_whole(newest_valid(directory)), point
+        assert cases.names(directory) == set(expected), point
+        cases.save(directory, 2, 40)
+        assert cases.is_whole(newest_valid(directory)), point
     how = "aside" if asynchronous else "at once"
     record_row(9, f"two ranks, {how}: rank {victim} killed at each of {len(points)} points, the newest one loads")

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
+import re
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from ddp_core.checkpoint import Checkpointer, find_checkpoints, load, newest_valid, sweep
+from ddp_core.checkpoint import Checkpointer, Superseded, describe, find_checkpoints, load, newest_valid, sweep
 from ddp_core.checkpoint.saving import WRITER_NICENESS
 from ddp_core.checkpoint.state import Snapshots, StateTensors
 from tests.core.checkpoint.children import state_of
-from tests.core.checkpoint.test_checkpoint import same, trained
+from tests.core.checkpoint.saved import same, steps_in, trained
 from tests.support.processes import HANG
 from tests.support.wording import refusing
 
@@ -171,10 +174,7 @@ def test_sweeping_spares_a_live_writer(tmp_path: Path) -> None:
         assert [path.name for path in swept] in ([".step-000000009.pt.0123456789ab.tmp"], [])
         assert newest_valid(tmp_path) is not None
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "latest.json",
-        "notes.tmp",
-        "step-000000001-2.pt",
-        "step-000000001.json",
+        *("latest.json", "notes.tmp", "step-000000001-2.pt", "step-000000001.json"),
     ]
 
 
@@ -191,3 +191,74 @@ def test_a_save_is_written_by_a_thread_that_lets_training_go_first(tmp_path: Pat
     # Also of a process that lets others go first itself; 19 is the end.
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert seen == {("checkpoint-writer", min(19, own + WRITER_NICENESS))}
+
+
+HOW_TO = Path(__file__).parents[3] / "docs" / "how-to" / "checkpoints-in-your-own-script.md"
+
+
+def test_misuse_is_a_programmers_error(tmp_path: Path) -> None:
+    for options in ({"keep_last": 0}, {"keep_every": 0}):
+        with refusing(ValueError):
+            Checkpointer(tmp_path, **options)
+    with pytest.raises(TypeError):
+        Checkpointer(tmp_path).save({}, step=1, epoch=0, metadata={"path": Path("x")})
+    deep = functools.reduce(lambda inner, _: [inner], range(200), list[Any]())
+    for metadata in ({"deep": deep}, {"loss": float("nan")}):
+        with refusing(ValueError):
+            Checkpointer(tmp_path).save({}, step=1, epoch=0, metadata=metadata)
+    assert find_checkpoints(tmp_path) == []
+    with pytest.raises(TypeError, match=r"state\['a'\] has a key .* of type object"):
+        describe({"a": {object(): torch.ones(1)}})
+    with pytest.raises(ValueError, match=r"a\.b"):
+        describe({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
+
+
+def test_the_examples_of_the_document_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", HOW_TO.read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        for _ in range(2):  # the second run resumes the first
+            exec(compile(block, str(HOW_TO), "exec"), {})
+    assert find_checkpoints(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_is_told_with_its_size_and_seconds(tmp_path: Path, asynchronous: bool) -> None:
+    lines: list[str] = []
+    with Checkpointer(tmp_path, asynchronous=asynchronous, on_event=lines.append) as checkpointer:
+        assert checkpointer.last is None
+        for step in (1, 2, 3):
+            checkpointer.save(state_of(step), step=step, epoch=0, best=step == 1)
+            checkpointer.before_update()
+        checkpointer.close()
+        checkpointer.save(state_of(4), step=4, epoch=0)  # a closed one begins anew
+    stood = r", training stood still for (\d+\.\d{3}) s" if asynchronous else ""
+    for step, line in enumerate(lines, start=1):
+        found = re.fullmatch(rf"checkpoint of step {step}: \d+(\.\d+)? \w+ in (\d+\.\d{{3}}) s{stood}", line)
+        assert found is not None, line
+        assert all(float(seconds) < 60 for seconds in found.groups()[1:])
+    assert steps_in(tmp_path) == [4, 3, 1], "two are kept, and the best one"
+
+
+def test_a_save_that_is_given_up_is_told_with_its_step(tmp_path: Path) -> None:
+    lines: list[str] = []
+    answers = iter([True])
+    with (
+        pytest.raises(Superseded),
+        Checkpointer(tmp_path, fence=lambda: next(answers, False), on_event=lines.append) as checkpointer,
+    ):
+        checkpointer.save(state_of(5), step=5, epoch=0)
+    assert lines[0].startswith("warning: checkpoint of step 5 given up: this process may no longer write to")
+
+
+def test_a_save_does_without_a_niceness_that_the_system_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    with Checkpointer(tmp_path, asynchronous=True) as checkpointer:
+        checkpointer.save(state_of(1), step=1, epoch=0)
+    assert len(find_checkpoints(tmp_path)) == 1

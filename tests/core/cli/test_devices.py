@@ -21,11 +21,8 @@ def layout_on(monkeypatch: pytest.MonkeyPatch, gpus: int, **asked: Any) -> Layou
 @pytest.mark.parametrize(
     ("gpus", "asked", "label"),
     [
-        (0, {}, "single-cpu"),
-        (1, {}, "single-cuda"),
-        (0, {"layout": "ddp"}, "ddp-1x2-cpu"),
-        (1, {"layout": "ddp"}, "ddp-1x1-cuda"),
-        (4, {"layout": "ddp"}, "ddp-1x4-cuda"),
+        *((0, {}, "single-cpu"), (1, {}, "single-cuda"), (0, {"layout": "ddp"}, "ddp-1x2-cpu")),
+        *((1, {"layout": "ddp"}, "ddp-1x1-cuda"), (4, {"layout": "ddp"}, "ddp-1x4-cuda")),
         (4, {"layout": "dp", "nproc_per_node": 2}, "dp-2-cuda"),
         (4, {"layout": "ddp", "device": "cpu"}, "ddp-1x2-cpu"),
         (1, {"layout": "ddp", "nproc_per_node": 4, "device": "cuda"}, "ddp-1x4-cuda"),
@@ -68,9 +65,7 @@ def test_what_a_launchers_variables_change_is_not_done_in_silence(monkeypatch: p
 @pytest.mark.parametrize(
     ("gpus", "kind", "reduction", "backend"),
     [
-        (0, "single", "exact", "auto"),
-        (0, "ddp", "exact", "gloo"),
-        (1, "dp", "plain", "auto"),
+        *((0, "single", "exact", "auto"), (0, "ddp", "exact", "gloo"), (1, "dp", "plain", "auto")),
         (2, "ddp", "exact", "nccl"),
     ],
 )

@@ -21,7 +21,7 @@ from ddp_core.base.torchvision_import import import_torchvision
 from ddp_core.data import fetch
 from ddp_core.data.builders import DATA
 from ddp_core.data.fetch import fetch_data_set
-from tests.core.data.test_data import write_cifar, write_fashion
+from tests.core.data.test_vision import write_cifar, write_fashion
 from tests.support.wording import refusing
 
 RAW = Path("FashionMNIST") / "raw"

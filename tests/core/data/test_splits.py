@@ -30,10 +30,8 @@ class NoLength:
 @pytest.mark.parametrize(
     "dataset",
     [
-        TENSORS,
-        Subset(TENSORS, range(10)),
-        ConcatDataset([Subset(TENSORS, range(4)), Subset(TENSORS, range(4, 10))]),
-        InMemory(*TENSORS.tensors),
+        *(TENSORS, Subset(TENSORS, range(10))),
+        *(ConcatDataset([Subset(TENSORS, range(4)), Subset(TENSORS, range(4, 10))]), InMemory(*TENSORS.tensors)),
     ],
     ids=lambda dataset: type(dataset).__name__,
 )
@@ -54,14 +52,8 @@ def test_a_pair_is_training_and_held_out_samples() -> None:
 @pytest.mark.parametrize(
     "built",
     [
-        Stream(),
-        Splits(TENSORS, Stream()),
-        iter([1, 2]),
-        DataLoader(TENSORS),
-        NoLength(),
-        7,
-        random_split(TENSORS, [4, 3, 3]),
-        {"train": TENSORS},
+        *(Stream(), Splits(TENSORS, Stream()), iter([1, 2]), DataLoader(TENSORS), NoLength(), 7),
+        *(random_split(TENSORS, [4, 3, 3]), {"train": TENSORS}),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -75,9 +75,7 @@ def names(found: dict[str, list[str]]) -> Callable[..., list[tuple[object, ...]]
         ("127.0.0.1", "127.0.0.1"),
         ("localhost", "127.0.0.1"),
         ("here", None),  # Debian's own name for itself is 127.0.1.1
-        ("away", None),
-        ("two", None),
-        ("unknown", None),
+        *(("away", None), ("two", None), ("unknown", None)),
     ],
 )
 def test_a_name_tells_the_address_or_does_not(host: str, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,12 +101,8 @@ def test_a_name_of_an_interface_tells_its_address(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("host", "elsewhere", "given", "expected"),
     [
-        ("127.0.0.1", True, None, "lo"),
-        ("127.0.0.1", False, None, "lo"),
-        ("here", False, None, "lo"),
-        ("here", True, None, None),
-        ("unknown", True, None, None),
-        (None, False, None, None),
+        *(("127.0.0.1", True, None, "lo"), ("127.0.0.1", False, None, "lo"), ("here", False, None, "lo")),
+        *(("here", True, None, None), ("unknown", True, None, None), (None, False, None, None)),
         ("unknown", True, "lo", "lo"),
     ],
 )

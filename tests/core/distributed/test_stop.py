@@ -13,16 +13,8 @@ import pytest
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import newest_valid
+from ddp_core.distributed import stop as stopping
 from ddp_core.distributed.reports import read_reports, report_end
-from ddp_core.distributed.stop import (
-    ASKED_ELSEWHERE,
-    Stopped,
-    StopRequest,
-    asking_signals,
-    describe_signal,
-    signal_named,
-    signals_as_before,
-)
 from ddp_core.distributed.world import World, free_port
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.directory import find_runs
@@ -55,7 +47,7 @@ def stop(output: Path, *words: str, number: int, send: Send) -> dict[str, Any]:
     directory, record = trained(output)
     assert (record["status"], record["exit_code"]) == ("stopped", 75)
     checkpoint = newest_valid(directory.checkpoints)
-    assert f"stopped at step {checkpoint.step} ({describe_signal(number)})" in record["message"]
+    assert f"stopped at step {checkpoint.step} ({stopping.describe_signal(number)})" in record["message"]
     assert 0 < checkpoint.step < 40
     assert read_metrics(directory.metrics, "step")[-1]["step"] == checkpoint.step, "steps after the save are lost"
     (line,) = ended.errors.splitlines()
@@ -159,7 +151,7 @@ def test_a_request_before_the_first_step_ends_at_once(
         to_the_command(started, number)
         ended = started.end()
     assert ended.code == 75, ended.errors
-    said = f"while nothing was trained ({describe_signal(number)}); continue with --resume auto"
+    said = f"while nothing was trained ({stopping.describe_signal(number)}); continue with --resume auto"
     assert ended.errors == f"ddp: stopped: {said}\n"
 
 
@@ -202,8 +194,8 @@ def test_what_is_ignored_at_the_start_stays_ignored() -> None:
     """`nohup` starts a command that way, and the training must outlive its terminal."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert asking_signals() == [signal.SIGTERM]
-        with StopRequest() as stop_request:
+        assert stopping.asking_signals() == [signal.SIGTERM]
+        with stopping.StopRequest() as stop_request:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not stop_request.requested
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -213,7 +205,7 @@ def test_what_is_ignored_at_the_start_stays_ignored() -> None:
 
 def test_a_signal_that_the_launcher_must_confirm_counts_once_it_has(tmp_path: Path) -> None:
     confirmed = tmp_path / "stop"
-    with StopRequest(confirmed_by=str(confirmed)) as stop_request:
+    with stopping.StopRequest(confirmed_by=str(confirmed)) as stop_request:
         os.kill(os.getpid(), signal.SIGTERM)
         assert not stop_request.requested
         confirmed.touch()
@@ -223,7 +215,7 @@ def test_a_signal_that_the_launcher_must_confirm_counts_once_it_has(tmp_path: Pa
 
 @pytest.mark.parametrize(("seconds", "reason"), [(600.0, None), (0.0, "time limit")])
 def test_a_time_that_is_up_is_a_request(seconds: float, reason: str | None) -> None:
-    request = StopRequest(max_seconds=seconds)
+    request = stopping.StopRequest(max_seconds=seconds)
     assert (request.requested, request.reason) == (reason is not None, reason)
 
 
@@ -245,7 +237,7 @@ NOHUP = "import os, sys; os.execvp('nohup', ['nohup', sys.executable, '-m', 'ddp
 def test_a_second_interrupt_is_heard_until_all_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     exits: list[int] = []
     monkeypatch.setattr(os, "_exit", exits.append)
-    with StopRequest() as stop_request:
+    with stopping.StopRequest() as stop_request:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
         assert exits == [130]
@@ -257,8 +249,8 @@ def test_a_second_interrupt_is_heard_until_all_is_saved(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_process_that_only_leaves_hears_nothing_but_the_first_interrupt(asked: bool) -> None:
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    with signals_as_before():
-        with StopRequest(last=True):
+    with stopping.signals_as_before():
+        with stopping.StopRequest(last=True):
             if asked:
                 os.kill(os.getpid(), signal.SIGTERM)
         ignored = [signal.getsignal(number) is signal.SIG_IGN for number in numbers]
@@ -266,9 +258,11 @@ def test_a_process_that_only_leaves_hears_nothing_but_the_first_interrupt(asked:
 
 
 def test_an_unknown_signal_is_named_and_the_report_of_the_rank_that_was_asked_comes_first(tmp_path: Path) -> None:
-    assert signal_named("usr1") == signal_named("SIGUSR1") == signal.SIGUSR1
+    assert stopping.signal_named("usr1") == stopping.signal_named("SIGUSR1") == signal.SIGUSR1
     with pytest.raises(UserError, match="USR9"):
-        StopRequest("USR9")
-    for rank, reason in enumerate([ASKED_ELSEWHERE, "SIGTERM"]):
-        report_end(World(rank=rank, world_size=2, report_dir=tmp_path), ExitCode.STOPPED, str(Stopped(reason, 7)))
+        stopping.StopRequest("USR9")
+    for rank, reason in enumerate([stopping.ASKED_ELSEWHERE, "SIGTERM"]):
+        report_end(
+            World(rank=rank, world_size=2, report_dir=tmp_path), ExitCode.STOPPED, str(stopping.Stopped(reason, 7))
+        )
     assert [report.rank for report in read_reports(tmp_path)] == [1, 0]

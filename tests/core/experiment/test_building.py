@@ -117,9 +117,7 @@ def test_what_the_experiment_sets_comes_before_the_files_functions(tmp_path: Pat
 @pytest.mark.parametrize(
     "text",
     [
-        "def optimizer(model):\n    return 7",
-        "def optimizer(net):\n    pass",
-        "optimizer = torch.optim.SGD",
+        *("def optimizer(model):\n    return 7", "def optimizer(net):\n    pass", "optimizer = torch.optim.SGD"),
         "def optimizer(model, lr):\n    pass",
         "def optimizer(model):\n    return torch.optim.LBFGS(model.parameters())",
         "def optimizer(model):\n    return torch.optim.SGD(model[1].parameters(), lr=1)",
@@ -127,17 +125,14 @@ def test_what_the_experiment_sets_comes_before_the_files_functions(tmp_path: Pat
         "def optimizer(model):\n    return torch.optim.SGD([*model.parameters(), torch.zeros(3, 2)], lr=1)",
         "def optimizer(model):\n    return torch.optim.SGD([*model.parameters(), model[1].bias], lr=1)",
         "def optimizer(model):\n    return torch.optim.SGD([dict(params=model.parameters(), f=len)], lr=1)",
-        "def optimizer(model):\n    return 1 / 0",
-        "def schedule(optimizer):\n    return 7",
+        *("def optimizer(model):\n    return 1 / 0", "def schedule(optimizer):\n    return 7"),
         "def schedule(opt):\n    pass",
         "def schedule(optimizer):\n    return lr_scheduler.ReduceLROnPlateau(optimizer)",
         "def schedule(optimizer):\n    return lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1), 3)",
         "class Own(lr_scheduler.LRScheduler):\n    f = None\n\n"
         "    def get_lr(self):\n        self.f = len\n        return [1.0]\n\n\n"
         "def schedule(optimizer):\n    return Own(optimizer)",
-        "callbacks = [7]",
-        "callbacks = [Callback]",
-        "def callbacks():\n    pass",
+        *("callbacks = [7]", "callbacks = [Callback]", "def callbacks():\n    pass"),
         "def callbacks():\n    return [Callback(), open('nowhere')]",
         "class C(Callback):\n    ranks = 'some'\n\n\ncallbacks = [C()]",
     ],

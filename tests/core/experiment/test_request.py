@@ -1,13 +1,17 @@
-"""A request as data: what a worker begins with is what the launcher has made."""
+"""A request as data: what a worker begins with is what the launcher has made; what it builds follows from a seed."""
 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
+
+import numpy as np
 
 from ddp_core.cli.prepare import prepare
 from ddp_core.config.options import Asked
-from ddp_core.experiment.request import Request, build_splits
+from ddp_core.experiment.file import load_experiment
+from ddp_core.experiment.request import Request, build_model, build_splits
 from tests.support.wording import refusing
 
 TEXT = '''"""Does it travel?"""
@@ -70,3 +74,53 @@ def test_a_request_takes_the_number_of_nodes_that_have_come(tmp_path: Path) -> N
     assert two.for_nodes(2) == two
     with refusing():
         two.for_nodes(1)
+
+
+FILE = """
+import random
+
+import numpy as np
+import torch
+from ddp_core import Experiment, InMemory, Splits
+
+{before}
+
+def drawn():
+    return random.random() + np.random.rand() + float(torch.rand(()))
+
+def model():
+    layer = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(layer.weight, drawn())
+    return layer
+
+def data():
+    return Splits(InMemory(torch.full((8, 2), drawn()), torch.zeros(8, dtype=torch.long)))
+
+experiment = Experiment(name="mine", global_batch_size=4, seed={seed})
+"""
+
+
+def built(folder: Path, before: str = "", seed: int = 0) -> tuple[float, float]:
+    """A weight and a sample, in a process where somebody may have drawn before."""
+    file = folder / "mine.py"
+    file.write_text(FILE.format(before=before, seed=seed))
+    random.seed()
+    np.random.seed()
+    experiment = load_experiment(str(file))
+    weight = build_model(experiment, "cpu").weight.detach()[0, 0]  # type: ignore[index, operator]
+    return float(weight), float(build_splits(experiment, Path("data")).train[0][0][0])
+
+
+def test_weights_follow_from_the_seed_and_data_are_the_same_for_all(tmp_path: Path) -> None:
+    weight, sample = built(tmp_path)
+    assert built(tmp_path) == (weight, sample)
+    other, same = built(tmp_path, seed=1)
+    assert (other != weight, same) == (True, sample)
+
+
+def test_what_the_file_has_seeded_stays_so(tmp_path: Path) -> None:
+    before = "random.seed(1); np.random.seed({})"
+    one, again, other = (built(tmp_path, before.format(number)) for number in (1, 1, 2))
+    assert one == again
+    assert one[0] != other[0]
+    assert one[1] != other[1]

@@ -7,17 +7,7 @@ import signal
 import pytest
 
 from ddp_core.base.errors import ExitCode
-from ddp_core.launch.decision import (
-    FINISHING_SECONDS,
-    MAKING_ROOM,
-    Decision,
-    Next,
-    after_failure,
-    after_making_room,
-    losses,
-    may_make_room,
-    patience,
-)
+from ddp_core.launch import decision as deciding
 
 KILLED = -signal.SIGKILL
 LOST, STOPPED = ExitCode.PEERS_LOST, ExitCode.STOPPED
@@ -25,28 +15,28 @@ TWO_LEFT = "starting the workers again from the last checkpoint (2 more restarts
 NONE_LEFT = "starting the workers again from the last checkpoint (0 more restarts allowed)"
 REASON = "rank 1 (node 0) lost a peer: closed; continue with --resume auto"
 
-CASES: dict[str, tuple[tuple[set[int], str | None, bool, int], Decision]] = {
-    "a loss that was named": (({KILLED, LOST}, None, False, 3), Decision(Next.RESTART, (TWO_LEFT,))),
+CASES: dict[str, tuple[tuple[set[int], str | None, bool, int], deciding.Decision]] = {
+    "a loss that was named": (({KILLED, LOST}, None, False, 3), deciding.Decision(deciding.Next.RESTART, (TWO_LEFT,))),
     "a loss that a report explains": (
         ({LOST}, REASON, False, 3),
-        Decision(Next.RESTART, ("rank 1 (node 0) lost a peer: closed", TWO_LEFT)),
+        deciding.Decision(deciding.Next.RESTART, ("rank 1 (node 0) lost a peer: closed", TWO_LEFT)),
     ),
-    "the last restart": (({KILLED}, None, False, 1), Decision(Next.RESTART, (NONE_LEFT,))),
-    "no restarts left": (({KILLED, LOST}, REASON, False, 0), Decision(Next.END)),
-    "a death without a word": (({1}, None, False, 3), Decision(Next.RESTART, (TWO_LEFT,))),
-    "a mistake": (({ExitCode.BAD_INPUT, LOST}, REASON, False, 3), Decision(Next.END)),
-    "a request to stop": (({STOPPED}, REASON, False, 3), Decision(Next.END)),
+    "the last restart": (({KILLED}, None, False, 1), deciding.Decision(deciding.Next.RESTART, (NONE_LEFT,))),
+    "no restarts left": (({KILLED, LOST}, REASON, False, 0), deciding.Decision(deciding.Next.END)),
+    "a death without a word": (({1}, None, False, 3), deciding.Decision(deciding.Next.RESTART, (TWO_LEFT,))),
+    "a mistake": (({ExitCode.BAD_INPUT, LOST}, REASON, False, 3), deciding.Decision(deciding.Next.END)),
+    "a request to stop": (({STOPPED}, REASON, False, 3), deciding.Decision(deciding.Next.END)),
     "a request by a launcher with a node to take in": (
         ({STOPPED}, REASON, True, 3),
-        Decision(Next.MAKE_ROOM, (MAKING_ROOM,)),
+        deciding.Decision(deciding.Next.MAKE_ROOM, (deciding.MAKING_ROOM,)),
     ),
     "the same without restarts, which it does not cost": (
         ({STOPPED}, REASON, True, 0),
-        Decision(Next.MAKE_ROOM, (MAKING_ROOM,)),
+        deciding.Decision(deciding.Next.MAKE_ROOM, (deciding.MAKING_ROOM,)),
     ),
     "the same while a worker was killed": (
         ({STOPPED, KILLED}, None, True, 3),
-        Decision(Next.MAKE_ROOM, (MAKING_ROOM,)),
+        deciding.Decision(deciding.Next.MAKE_ROOM, (deciding.MAKING_ROOM,)),
     ),
 }
 
@@ -54,7 +44,7 @@ CASES: dict[str, tuple[tuple[set[int], str | None, bool, int], Decision]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_follows_a_failure(case: str) -> None:
     (codes, reason, room, restarts_left), decision = CASES[case]
-    assert after_failure(codes, reason, room, restarts_left) == decision
+    assert deciding.after_failure(codes, reason, room, restarts_left) == decision
 
 
 # Bad input, no checkpoint, a missing resource, NaN, a fault of ours, a request to stop.
@@ -63,8 +53,10 @@ FINAL_CODES = (2, 3, 4, 5, 70, 75)
 
 @pytest.mark.parametrize("code", FINAL_CODES)
 def test_nothing_is_tried_again_that_would_come_to_the_same_end(code: int) -> None:
-    assert after_failure({code, KILLED}, None, room=False, restarts_left=3) == Decision(Next.END)
-    assert patience([code, KILLED]) == FINISHING_SECONDS
+    assert deciding.after_failure({code, KILLED}, None, room=False, restarts_left=3) == deciding.Decision(
+        deciding.Next.END
+    )
+    assert deciding.patience([code, KILLED]) == deciding.FINISHING_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -74,22 +66,24 @@ def test_nothing_is_tried_again_that_would_come_to_the_same_end(code: int) -> No
 def test_who_waits_matters_where_another_launcher_may_have_asked(
     codes: set[int], world_is_local: bool, asked: bool
 ) -> None:
-    assert may_make_room(codes, world_is_local) is asked
+    assert deciding.may_make_room(codes, world_is_local) is asked
 
 
 def test_what_follows_when_room_was_made() -> None:
-    assert {after_making_room(code) for code in (None, STOPPED, LOST)} == {Next.MAKE_ROOM}
-    assert {after_making_room(code) for code in FINAL_CODES[:-1]} == {Next.END}
+    assert {deciding.after_making_room(code) for code in (None, STOPPED, LOST)} == {deciding.Next.MAKE_ROOM}
+    assert {deciding.after_making_room(code) for code in FINAL_CODES[:-1]} == {deciding.Next.END}
 
 
 def test_workers_that_cannot_speak_are_spoken_for_in_the_order_of_their_ranks() -> None:
-    assert losses({3: KILLED, 1: 6}, stopped=[2], node="node 1") == [
+    assert deciding.losses({3: KILLED, 1: 6}, stopped=[2], node="node 1") == [
         "rank 2 (node 1) is stopped; it is killed now",
         "rank 3 (node 1) was killed (SIGKILL)",
     ]
-    assert losses({1: 6, 0: 2}, stopped=[], node="node 0") == []
+    assert deciding.losses({1: 6, 0: 2}, stopped=[], node="node 0") == []
 
 
-@pytest.mark.parametrize(("codes", "seconds"), [([KILLED], 8), ([LOST, 1], 8), ([KILLED, STOPPED], FINISHING_SECONDS)])
+@pytest.mark.parametrize(
+    ("codes", "seconds"), [([KILLED], 8), ([LOST, 1], 8), ([KILLED, STOPPED], deciding.FINISHING_SECONDS)]
+)
 def test_who_was_asked_to_stop_gets_time_to_save(codes: list[int], seconds: int) -> None:
-    assert patience(codes) == seconds
+    assert deciding.patience(codes) == seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddp_core.live.held import HeldState
-from tests.core.trainers.test_trainers import experiment, trainer_of
+from tests.core.trainers.builders import experiment, trainer_of
 
 
 def test_what_the_guard_has_found_outlives_a_group() -> None:

@@ -366,10 +366,9 @@ RULE = membership.next_membership
     ("name", "wrong", "happens"),
     [
         ("newest_holder", lambda held: next((rank for rank, each in enumerate(held) if each is not None), None), {}),
-        ("must_leave", lambda mine, now: mine < 0, {}),
+        *(("must_leave", lambda mine, now: mine < 0, {}), ("ended_with", lambda names, nodes: set(), {})),
         ("next_membership", lambda now, ended, left, waiting, leaving: None, {}),
         ("goes_back_to_checkpoint", lambda newest, checkpoint: newest is None, {}),
-        ("ended_with", lambda names, nodes: set(), {}),
         ("lost_in_silence", lambda now, silent, ended, left: set(), {}),
         ("next_membership", _lets_go_of_a_leaving_node, {"leaves": 1}),
     ],
@@ -384,8 +383,7 @@ def test_a_wrong_rule_is_found(
 
 def test_of_groups_in_a_new_store_the_newest_counts() -> None:
     first, one, other = Membership(0, ("0.0@0", "0.0@1")), Membership(1, ("0.0@0",)), Membership(1, ("0.0@1",))
-    assert membership.renewed(None, first) == first
-    assert membership.renewed(first, first) == first
+    assert membership.renewed(None, first) == membership.renewed(first, first) == first
     assert membership.renewed(first, one) == membership.renewed(one, first) == one
     assert membership.renewed(one, other) is None
 
@@ -394,11 +392,9 @@ def test_ranks_of_a_node_are_beside_each_other() -> None:
     now = Membership(0, ("0.0@0", "1.0@0", "0.0@1", "1.0@1"))
     after = membership.next_membership(now, {"0.0@0"}, {}, {"0.1@0", "0.0@2"})
     assert after == Membership(1, ("1.0@0", "0.1@0", "0.0@1", "1.0@1", "0.0@2"))
-    assert membership.place_among(after, "0.0@2") == (1, 0)
-    assert membership.place_among(now, "1.0@1") == (2, 1)
+    assert [membership.place_among(*each) for each in ((after, "0.0@2"), (now, "1.0@1"))] == [(1, 0), (2, 1)]
 
 
 def test_of_the_ranks_with_the_newest_state_the_lowest_one_gives_it() -> None:
-    newest = Progress(4, False)
-    assert membership.newest_holder([None, Progress(3, True), newest, newest]) == 2
+    assert membership.newest_holder([None, Progress(3, True), Progress(4, False), Progress(4, False)]) == 2
     assert membership.newest_holder([None, None]) is None

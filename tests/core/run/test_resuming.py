@@ -25,9 +25,9 @@ from ddp_core.record.lock import RunLock
 from ddp_core.run.beginning import Prepared
 from ddp_core.run.resuming import resume
 from ddp_core.run.starting import choose_checkpoint, open_record
-from tests.core.record.test_record import ORIGIN, begun
+from tests.core.record.test_run_record import ORIGIN, begun
 from tests.core.run.test_run import HEAD
-from tests.core.trainers.test_trainers import CPU, experiment, trainer_of
+from tests.core.trainers.builders import CPU, experiment, trainer_of
 from tests.support.records import a_record
 from tests.support.wording import refusing
 

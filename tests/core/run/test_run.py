@@ -231,11 +231,8 @@ def test_a_loss_that_cannot_be_trained_with_is_refused(text: str, said: str, mod
     [
         (IN_LOADER.replace("WHAT", 'raise ValueError("one\\ntwo")'), ("--workers", "1"), 2),
         (IN_LOADER.replace("WHAT", "os.kill(os.getpid(), 9)"), ("--workers", "1"), 4),
-        (NO_LOCKS, ("--layout", "ddp", "--nproc-per-node", "2"), 4),
-        (COMPLEX, (), 2),
-        (NO_RECORD, (), 2),
-        ("", ("--set", f"epochs={2**63}"), 2),
-        ("", ("--stop-signal", "SIGSTOP"), 2),
+        *((NO_LOCKS, ("--layout", "ddp", "--nproc-per-node", "2"), 4), (COMPLEX, (), 2), (NO_RECORD, (), 2)),
+        *(("", ("--set", f"epochs={2**63}"), 2), ("", ("--stop-signal", "SIGSTOP"), 2)),
     ],
     ids=["loader", "killed loader", "no locks", "complex128", "no record", "2**63", "SIGSTOP"],
 )
@@ -252,10 +249,8 @@ REFUSED = "raise RuntimeError('S3: connection refused')"
 @pytest.mark.parametrize(
     ("where", "mode", "workers", "layer"),
     [
-        ("data", "single", "0", ""),
-        ("model", "dp", "0", "; in model, Network, which was given [2, 4]"),
-        ("data", "torchrun", "1", ""),
-        ("model", "torchrun", "0", "; in model, Network, which was given [2, 4]"),
+        *(("data", "single", "0", ""), ("model", "dp", "0", "; in model, Network, which was given [2, 4]")),
+        *(("data", "torchrun", "1", ""), ("model", "torchrun", "0", "; in model, Network, which was given [2, 4]")),
     ],
 )
 def test_words_of_a_lost_peer_from_the_experiment_are_its_own(
@@ -305,9 +300,7 @@ def test_where_no_error_can_be_written_the_exit_code_tells_it() -> None:
 @pytest.mark.parametrize(
     ("where", "mode", "leaver", "how"),
     [
-        ("callback", "single", 0, "exit"),
-        ("callback", "single", 0, "interrupt"),
-        ("model", "dp", 0, "exit"),
+        *(("callback", "single", 0, "exit"), ("callback", "single", 0, "interrupt"), ("model", "dp", 0, "exit")),
         pytest.param("callback", "torchrun", 1, "exit", marks=pytest.mark.slow),
     ],
 )

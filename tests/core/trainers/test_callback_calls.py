@@ -17,7 +17,7 @@ from ddp_core.distributed.stop import Stopped, StopRequest
 from ddp_core.experiment import blame
 from ddp_core.observe.callback import Callback, Moment
 from ddp_core.observe.early_stopping import EarlyStopping
-from tests.core.trainers.test_trainers import experiment, samples, trainer_of
+from tests.core.trainers.builders import experiment, samples, trainer_of
 from tests.support.wording import refusing
 
 

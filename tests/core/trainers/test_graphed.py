@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ddp_core.cli.prepare import check_request, prepare
 from ddp_core.config.options import Asked
 from ddp_core.trainers.graphed import CudaRecorder, GraphedPasses, Replay
-from tests.core.trainers.test_trainers import CPU, experiment
+from tests.core.trainers.builders import CPU, experiment
 from tests.gpu_standin.playing import on_devices
 from tests.support.wording import refusing
 
@@ -153,10 +153,8 @@ def test_what_broke_a_recording_is_raised_and_the_stream_is_put_back() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"device": "cpu"},
-        {"device": "cuda", "layout": "dp"},
-        {"device": "cuda", "layout": "ddp", "reduction": "plain"},
-        {"device": "cuda", "faults": ("flip@3+:0",)},
+        *({"device": "cpu"}, {"device": "cuda", "layout": "dp"}),
+        *({"device": "cuda", "layout": "ddp", "reduction": "plain"}, {"device": "cuda", "faults": ("flip@3+:0",)}),
     ],
 )
 def test_a_graph_that_cannot_be_had_is_refused(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from ddp_core.trainers.saving import first_not_finite
 from ddp_core.trainers.step_losses import LossGate, StepLosses, steps_between_reading
 from ddp_core.trainers.train_state import TrainState
 from tests.core.live.test_collectives import a_member
-from tests.core.trainers.test_trainers import digests, experiment, finished, samples, trainer_of
+from tests.core.trainers.builders import digests, experiment, finished, samples, trainer_of
 from tests.support.wording import refusing
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -121,12 +121,8 @@ def half_fused(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("make", "options", "device", "steps"),
     [
-        ("fused", {}, CUDA, 7),
-        ("fused", {}, CPU, 1),
-        ("fused", {"on_nan": "skip"}, CUDA, 1),
-        ("half fused", {}, CUDA, 1),
-        ("another rule", {}, CUDA, 1),
-        ("loop", {}, CUDA, 1),
+        *(("fused", {}, CUDA, 7), ("fused", {}, CPU, 1), ("fused", {"on_nan": "skip"}, CUDA, 1)),
+        *(("half fused", {}, CUDA, 1), ("another rule", {}, CUDA, 1), ("loop", {}, CUDA, 1)),
     ],
 )
 def test_losses_are_read_rarely_where_the_device_holds_updates_back(

@@ -16,9 +16,10 @@ from torch.nn import functional
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.observe.callback import Callback, Moment
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.trial import check_loss
-from tests.core.trainers.test_trainers import CLASSES, FEATURES, experiment, trainer_of
+from tests.core.trainers.builders import CLASSES, FEATURES, experiment, finished, samples, trainer_of
 
 
 class Noisy(nn.Module):
@@ -87,9 +88,7 @@ def test_a_sum_passes(precision: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert checked(lambda outputs, targets: -summed(outputs, targets), capsys, precision=precision) == ""
 
 
-def test_a_part_that_does_not_count_per_sample_is_a_warning(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_part_that_does_not_count_per_sample_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     said = checked(lambda outputs, targets: summed(outputs, targets) + 1.0, capsys)
     assert said.startswith("warning: loss mine gives ")
     assert "depends on micro_batch" in said
@@ -102,3 +101,21 @@ def test_a_part_that_does_not_count_per_sample_is_a_warning(
 def test_there_is_no_verdict_on_what_says_nothing(value: float, capsys: pytest.CaptureFixture[str]) -> None:
     assert checked(lambda outputs, targets: outputs.sum() * 0 + value, capsys) == ""
     assert checked(lambda outputs, targets: targets.no_such_name, capsys) == "", "an error that training will meet"
+
+
+def test_a_run_that_is_only_tried_makes_the_first_steps_of_the_whole_one() -> None:
+    record = experiment(epochs=3, schedule={"name": "cosine"}, evaluation={"samples_per_batch": 1})
+    tried = finished(record, test=samples(5, 1), only_steps=2)
+    whole: list[str] = []
+
+    class AtStepTwo(Callback):
+        def on_step(self, moment: Moment) -> None:
+            if moment.step == 2:
+                whole.append(weights_digest(moment.model.state_dict()))
+
+    finished(record, callbacks=[AtStepTwo()])
+    assert [weights_digest(tried.state.model.state_dict())] == whole
+    first = samples(5, 1).__getitems__([0, 1])
+    assert tried.state.position.evaluation["test_loss"] == pytest.approx(
+        functional.cross_entropy(tried.state.model(first[0]), first[1]).item()
+    )

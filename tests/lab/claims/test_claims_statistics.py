@@ -5,29 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ddp_lab.claims.framework.statistics import (
-    FAMILY,
-    FAMILY_ERROR,
-    ROUNDS,
-    STRICTEST,
-    allowing,
-    fewest_rounds,
-    fit_line,
-    holm,
-    level_reached,
-    median_interval,
-    ratio_interval,
-)
+from ddp_lab.claims.framework import statistics
 from tests.support.wording import refusing
 
 
 def test_few_rounds_say_nothing_and_tell_the_level_that_they_reach() -> None:
-    enough = ROUNDS[0]
-    few = ratio_interval([2.0] * (enough - 1), [1.0] * (enough - 1))
+    enough = statistics.ROUNDS[0]
+    few = statistics.ratio_interval([2.0] * (enough - 1), [1.0] * (enough - 1))
     assert not few.above()
-    assert few.level == 1 - 2 / 2 ** (enough - 1) < 1 - STRICTEST
-    assert median_interval([2.0] * 5).level == 0.9375
-    assert ratio_interval([2.0] * enough, [1.0] * enough).above()
+    assert few.level == 1 - 2 / 2 ** (enough - 1) < 1 - statistics.STRICTEST
+    assert statistics.median_interval([2.0] * 5).level == 0.9375
+    assert statistics.ratio_interval([2.0] * enough, [1.0] * enough).above()
 
 
 # p of the sign test, from printed tables: 2 / 2^8; 1 of 15 on the other side; 5 of 20; 4 of 10.
@@ -35,28 +23,30 @@ def test_few_rounds_say_nothing_and_tell_the_level_that_they_reach() -> None:
     ("above", "below", "p"), [(8, 0, 0.0078), (14, 1, 0.00098), (15, 5, 0.0414), (6, 4, 0.7539), (5, 5, 1.0)]
 )
 def test_p_is_the_exact_one_of_the_sign_test(above: int, below: int, p: float) -> None:
-    interval = median_interval([1.5] * above + [0.5] * below)
+    interval = statistics.median_interval([1.5] * above + [0.5] * below)
     assert interval.p(1.0) == pytest.approx(p, abs=6e-5)
 
 
 def test_a_round_that_equals_the_limit_counts_against() -> None:
-    assert median_interval([2.0] * 10 + [1.0]).p(1.0) == median_interval([2.0] * 10 + [0.5]).p(1.0)
+    assert statistics.median_interval([2.0] * 10 + [1.0]).p(1.0) == statistics.median_interval([2.0] * 10 + [0.5]).p(
+        1.0
+    )
 
 
 def test_the_rounds_follow_from_the_family() -> None:
-    assert [fewest_rounds(against, 0.01) for against in range(3)] == [8, 12, 15]
-    assert ROUNDS == (fewest_rounds(0), fewest_rounds(2)) == (11, 18)
-    assert STRICTEST == FAMILY_ERROR / FAMILY
+    assert [statistics.fewest_rounds(against, 0.01) for against in range(3)] == [8, 12, 15]
+    assert statistics.ROUNDS == (statistics.fewest_rounds(0), statistics.fewest_rounds(2)) == (11, 18)
+    assert statistics.STRICTEST == statistics.FAMILY_ERROR / statistics.FAMILY
 
 
 def test_holm_by_hand() -> None:
     """Of four tests at 5 %: 0.010 <= 0.05 / 4 and 0.013 <= 0.05 / 3, but 0.030 > 0.05 / 2, which ends it."""
-    assert holm([0.03, 0.01, 0.013, 0.04], 4) == 0.05 / 2
-    assert holm([0.013, 0.013], 4) == 0.05 / 4
-    assert holm([0.001, 0.001], 2) == 0.05
-    assert holm([], 4) == 0.05 / 4
+    assert statistics.holm([0.03, 0.01, 0.013, 0.04], 4) == 0.05 / 2
+    assert statistics.holm([0.013, 0.013], 4) == 0.05 / 4
+    assert statistics.holm([0.001, 0.001], 2) == 0.05
+    assert statistics.holm([], 4) == 0.05 / 4
     with refusing(ValueError):
-        holm([0.1] * 5, 4)
+        statistics.holm([0.1] * 5, 4)
 
 
 def test_a_family_without_effects_is_wrong_about_one_as_often_as_it_says() -> None:
@@ -64,19 +54,19 @@ def test_a_family_without_effects_is_wrong_about_one_as_often_as_it_says() -> No
     draws = np.random.default_rng(3).standard_normal((2000, 20, 18))
     wrong = 0
     for family in draws.tolist():
-        p_values = [median_interval(rounds).p(0.0) for rounds in family]
-        wrong += min(p_values) <= holm(p_values, 20)
-    assert wrong <= 2000 * FAMILY_ERROR
+        p_values = [statistics.median_interval(rounds).p(0.0) for rounds in family]
+        wrong += min(p_values) <= statistics.holm(p_values, 20)
+    assert wrong <= 2000 * statistics.FAMILY_ERROR
 
 
 # From printed tables of the sign test: the smallest and largest of 8; the 3rd of 15; the 5th of 21; the 8th of 30.
 @pytest.mark.parametrize(("count", "place"), [(8, 1), (15, 3), (21, 5), (30, 8)])
 def test_the_interval_goes_from_one_rank_to_its_mirror_image(count: int, place: int) -> None:
     values = [float(value) for value in range(1, count + 1)]
-    with allowing(0.01):
-        found = median_interval(values[::-1])
+    with statistics.allowing(0.01):
+        found = statistics.median_interval(values[::-1])
     assert (found.low, found.high) == (place, count + 1 - place)
-    assert level_reached(count, place) >= 0.99 > level_reached(count, place + 1)
+    assert statistics.level_reached(count, place) >= 0.99 > statistics.level_reached(count, place + 1)
 
 
 @pytest.mark.parametrize("count", [11, 21])
@@ -89,7 +79,7 @@ def test_the_true_median_is_inside_as_often_as_the_level_says(count: int, shape:
         "two heights": lambda: draws + 20 * (draws > 1),
         "cauchy": lambda: np.tan(np.pi * (np.random.default_rng(7).random((4000, count)) - 0.5)),
     }[shape]()
-    found = [median_interval(row) for row in made.tolist()]
+    found = [statistics.median_interval(row) for row in made.tolist()]
     level = found[0].level
     missed_below = sum(one.low > 0 for one in found)
     missed_above = sum(one.high < 0 for one in found)
@@ -101,5 +91,5 @@ def test_the_true_median_is_inside_as_often_as_the_level_says(count: int, shape:
 
 
 def test_a_line_is_not_moved_by_one_slow_point() -> None:
-    intercept, slope = fit_line([1, 2, 3, 4, 5, 6, 7], [3, 5, 7, 900, 11, 13, 15])
+    intercept, slope = statistics.fit_line([1, 2, 3, 4, 5, 6, 7], [3, 5, 7, 900, 11, 13, 15])
     assert (intercept, slope) == pytest.approx((1, 2))

@@ -107,13 +107,11 @@ def test_an_unknown_claim_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("parts", "whole"),
     [
-        (["confirmed", "confirmed"], "confirmed"),
-        (["confirmed", "refuted"], "confirmed in part"),
+        *((["confirmed", "confirmed"], "confirmed"), (["confirmed", "refuted"], "confirmed in part")),
         (["confirmed", "not measurable here"], "confirmed in part"),
         (["confirmed in part", "refuted"], "confirmed in part"),
         (["refuted", "inconclusive", "not measurable here"], "refuted"),
-        (["not measurable here", "inconclusive"], "inconclusive"),
-        (["not measurable here"], "not measurable here"),
+        *((["not measurable here", "inconclusive"], "inconclusive"), (["not measurable here"], "not measurable here")),
     ],
 )
 def test_a_sentence_of_several_parts(parts: list[Any], whole: str) -> None:
@@ -168,14 +166,11 @@ def test_the_pages_are_not_made_from_what_proves_nothing(setting: Setting, other
 @pytest.mark.parametrize(
     ("figure", "words"),
     [
-        (Figure("bytes", 0), "greater than 0"),
-        (Figure("bytes", float("nan")), "no number"),
+        *((Figure("bytes", 0), "greater than 0"), (Figure("bytes", float("nan")), "no number")),
         (Figure("bytes", 1.0, low=None, high=2.0, level=0.99), "no number"),
         (Figure("share", 101.0, "%"), "at most 100"),
-        (Figure("copies", 9.0, bounds=(0.9, 6)), "at least 0.9 and at most 6"),
-        (Figure("weights", ""), "no number"),
-        (Figure("bytes", 1e-30), ""),
-        (Figure("faults", 0, bounds=COUNT), ""),
+        *((Figure("copies", 9.0, bounds=(0.9, 6)), "at least 0.9 and at most 6"), (Figure("weights", ""), "no number")),
+        *((Figure("bytes", 1e-30), ""), (Figure("faults", 0, bounds=COUNT), "")),
         (Figure("weights", "0ac92db29237"), ""),
     ],
 )

@@ -11,12 +11,7 @@ from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedul
 
 def model(width: int = 24) -> nn.Module:
     return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(64, width),
-        nn.BatchNorm1d(width),
-        nn.ReLU(),
-        nn.Dropout(0.3),
-        nn.Linear(width, 10),
+        nn.Flatten(), nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 10)
     )
 
 

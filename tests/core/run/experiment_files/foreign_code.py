@@ -52,10 +52,4 @@ def model() -> nn.Module:
     return Net()
 
 
-experiment = Experiment(
-    name="foreign_code",
-    loss="mean_squared_error",
-    global_batch_size=16,
-    micro_batch=4,
-    epochs=3,
-)
+experiment = Experiment(name="foreign_code", loss="mean_squared_error", global_batch_size=16, micro_batch=4, epochs=3)

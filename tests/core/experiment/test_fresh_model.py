@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode
 from ddp_core.experiment.file import load_experiment
 from ddp_core.experiment.request import build_parts
-from ddp_core.model.forward_state import ForwardState
 from ddp_core.record.reading import Run
 from tests.core.run.test_run import HEAD
 from tests.core.test_bad_input import MODES
@@ -126,32 +125,3 @@ def test_a_lazy_layer_that_no_forward_uses_is_refused(tmp_path: Path) -> None:
     ended = ddp("train", written(tmp_path, UNUSED_LAZY), "--output", tmp_path / "out")
     assert ended.code == ExitCode.BAD_INPUT
     assert "no forward gives other.weight its values" in ended.errors
-
-
-class Changing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.BatchNorm1d(3).eval()
-        self.register_buffer("grows", torch.zeros(2))
-        self.word = "before"
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.grows.resize_(4).fill_(1)
-        self.register_buffer("late", torch.ones(1))
-        self.word, self.another = "after", 1
-        return self.inner(inputs)  # type: ignore[no-any-return]
-
-
-def test_what_a_forward_changes_is_put_back() -> None:
-    model = Changing()
-    buffers, attributes = dict(model.named_buffers()), set(model.__dict__)
-    state = ForwardState(model)
-    model.train()(torch.randn(4, 3))
-    state.put_back()
-    assert {name: id(each) for name, each in model.named_buffers()} == {
-        name: id(each) for name, each in buffers.items()
-    }
-    assert torch.equal(model.grows, torch.zeros(2))
-    assert torch.equal(model.inner.running_mean, torch.zeros(3))
-    assert (model.word, set(model.__dict__)) == ("before", attributes)
-    assert (model.training, model.inner.training) == (True, False)

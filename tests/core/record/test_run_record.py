@@ -31,7 +31,7 @@ from ddp_core.record.directory import RunDirectory
 from ddp_core.record.result import gather_ends, result_of, save_weights, summary
 from ddp_core.record.run_record import Origin, RunRecord
 from ddp_core.record.weights import exchanged_weights
-from tests.core.trainers.test_trainers import CPU, experiment, finished
+from tests.core.trainers.builders import CPU, experiment, finished
 from tests.support.records import NO_USAGE, a_record
 from tests.support.wording import refusing, said_as_before
 
