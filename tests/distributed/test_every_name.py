@@ -20,7 +20,10 @@ def facts(record: dict[str, Any]) -> tuple[Any, ...]:
     assert record["status"] == "completed"
     figures = {name: value for name, value in record["result"].items() if name.startswith(("test_", "ema_"))}
     return (
-        *(record["weights_sha256"], record["optimizer_sha256"], record["ema_sha256"], record["result"]["train_loss"]),
+        record["weights_sha256"],
+        record["optimizer_sha256"],
+        record["ema_sha256"],
+        record["result"]["train_loss"],
         figures,
     )
 

@@ -44,13 +44,17 @@ def test_a_strict_guard_refuses_nothing_that_is_identical() -> None:
 @pytest.mark.parametrize(
     ("ended", "outcome"),
     [
-        *((ALONE, "identical"), (Ended(ExitCode.BAD_INPUT, "error: no"), "refused")),
+        (ALONE, "identical"),
+        (Ended(ExitCode.BAD_INPUT, "error: no"), "refused"),
         (Ended(ExitCode.NUMERICS, "error: loss is nan"), "refused"),
         (Ended(ExitCode.DONE, "warning: expect other bits", ("others", "state")), "warned"),
         (Ended(ExitCode.DONE, "", ("others", "state")), "SILENT"),
-        *((Ended(ExitCode.DONE, "", ("weights", "another")), "SILENT"), (Ended(ExitCode.DONE, ""), "FAULT")),
-        *((Ended(ExitCode.INTERNAL, "KeyError"), "FAULT"), (Ended(ExitCode.PEERS_LOST, ""), "FAULT")),
-        *((Ended(-11, ""), "FAULT"), (Ended(None, ""), "HANG")),
+        (Ended(ExitCode.DONE, "", ("weights", "another")), "SILENT"),
+        (Ended(ExitCode.DONE, ""), "FAULT"),
+        (Ended(ExitCode.INTERNAL, "KeyError"), "FAULT"),
+        (Ended(ExitCode.PEERS_LOST, ""), "FAULT"),
+        (Ended(-11, ""), "FAULT"),
+        (Ended(None, ""), "HANG"),
     ],
 )
 def test_only_the_same_bits_are_identical(ended: Ended, outcome: str) -> None:

@@ -26,11 +26,19 @@ def test_the_best_bare_loop_is_that_of_the_least_median_and_ratios_are_to_it() -
 @pytest.mark.parametrize(
     ("benchmark", "said"),
     [
-        *(("trainer_step --no-peers", "bare loop"), ("exact_end_to_end", "same micro-batches")),
-        *(("sampler", "ElasticSampler"), ("checkpoint", "recorded in"), ("long_run", "bytes per step")),
-        *(("loader", "host part ahead"), ("whole_run", "bare script"), ("guard", "toy_mlp, ddp x 2")),
-        *(("recovery", "worker joins, live"), ("sharded", "exact, gradients"), ("fully_sharded", "parameters, exact")),
-        *(("shard_memory", "parameters"), ("numerics", "convolution")),
+        ("trainer_step --no-peers", "bare loop"),
+        ("exact_end_to_end", "same micro-batches"),
+        ("sampler", "ElasticSampler"),
+        ("checkpoint", "recorded in"),
+        ("long_run", "bytes per step"),
+        ("loader", "host part ahead"),
+        ("whole_run", "bare script"),
+        ("guard", "toy_mlp, ddp x 2"),
+        ("recovery", "worker joins, live"),
+        ("sharded", "exact, gradients"),
+        ("fully_sharded", "parameters, exact"),
+        ("shard_memory", "parameters"),
+        ("numerics", "convolution"),
     ],
 )
 def test_the_quick_run_of_a_benchmark_ends_well(benchmark: str, said: str, tmp_path: Path) -> None:

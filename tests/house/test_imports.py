@@ -25,8 +25,12 @@ FLOORS = [
         "ddp_core.config",
     ],
     ["ddp_core.sharding", "ddp_core.data", "ddp_core.model", "ddp_core.adapters", "ddp_core.observe"],
-    *(["ddp_core.experiment"], ["ddp_core.trainers"], ["ddp_core.record"], ["ddp_core.run", "ddp_core.launch"]),
-    *(["ddp_core.live"], ["ddp_core.cli"]),
+    ["ddp_core.experiment"],
+    ["ddp_core.trainers"],
+    ["ddp_core.record"],
+    ["ddp_core.run", "ddp_core.launch"],
+    ["ddp_core.live"],
+    ["ddp_core.cli"],
 ]
 # All floors of ddp_lab lie above those of ddp_core.
 LAB_FLOORS = [

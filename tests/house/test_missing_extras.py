@@ -118,8 +118,11 @@ HELPS = [
 ]
 OPTIONS = [(LOOK, Asked(**{"experiment": "mine.py", name: value}).to_words()) for name, value in VALUES.items()]
 WORK = [
-    *((DDP, ["train", "mine.py", "--device", "cpu", "--output", "outputs"]), (DDP, ["compare"])),
-    *((DDP, ["watch", "--once"]), (DDP, ["verify", "RUN"]), (DDP, ["launch-files", "slurm"])),
+    (DDP, ["train", "mine.py", "--device", "cpu", "--output", "outputs"]),
+    (DDP, ["compare"]),
+    (DDP, ["watch", "--once"]),
+    (DDP, ["verify", "RUN"]),
+    (DDP, ["launch-files", "slurm"]),
 ]
 NEED = [
     *(("digits", (DDP, [word, "digits"])) for word in ("train", "rehearse")),

@@ -83,8 +83,12 @@ def test_a_live_run_without_a_name_or_a_place_trains_nothing(tmp_path: Path, mis
 @pytest.mark.parametrize(
     ("codes", "state", "restarts", "code", "again"),
     [
-        *(("75 75", "RUNNING", "", 75, True), ("6 6", "RUNNING", "49", 6, True), ("0 75", "RUNNING", "", 75, True)),
-        *(("75 75", "COMPLETING", "", 75, False), ("75 75", "", "", 75, False), ("6 2", "RUNNING", "", 2, False)),
+        ("75 75", "RUNNING", "", 75, True),
+        ("6 6", "RUNNING", "49", 6, True),
+        ("0 75", "RUNNING", "", 75, True),
+        ("75 75", "COMPLETING", "", 75, False),
+        ("75 75", "", "", 75, False),
+        ("6 2", "RUNNING", "", 2, False),
         ("5 75", "RUNNING", "", 5, False),
         *((f"{code} {code}", "RUNNING", "", code, False) for code in (1, 2, 3, 4, 5, 70, 130, 137, 143)),
     ],

@@ -15,12 +15,23 @@ from tests.house.pages import Reader
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [
-    *("tutorials/from-one-process-to-a-cluster", "tutorials/train-your-own-model"),
-    *("tutorials/from-one-gpu-to-many-nodes", "tutorials/hand-over-a-result", "tutorials/check-a-week-in-an-hour"),
-    *("tutorials/my-training-hangs", "tutorials/my-loss-changes-with-the-number-of-gpus"),
-    *("how-to/change-a-run-on-the-way", "how-to/my-digests-differ", "how-to/rehearse-a-long-run"),
-    *("how-to/report-your-own-figures", "how-to/seeds-and-sweeps", "how-to/shard-the-optimizer", "how-to/stop-early"),
-    *("how-to/train-from-python", "how-to/use-what-was-trained", "how-to/watch-a-run"),
+    "tutorials/from-one-process-to-a-cluster",
+    "tutorials/train-your-own-model",
+    "tutorials/from-one-gpu-to-many-nodes",
+    "tutorials/hand-over-a-result",
+    "tutorials/check-a-week-in-an-hour",
+    "tutorials/my-training-hangs",
+    "tutorials/my-loss-changes-with-the-number-of-gpus",
+    "how-to/change-a-run-on-the-way",
+    "how-to/my-digests-differ",
+    "how-to/rehearse-a-long-run",
+    "how-to/report-your-own-figures",
+    "how-to/seeds-and-sweeps",
+    "how-to/shard-the-optimizer",
+    "how-to/stop-early",
+    "how-to/train-from-python",
+    "how-to/use-what-was-trained",
+    "how-to/watch-a-run",
 ]
 """The pages whose commands need nothing but this machine."""
 INSTALLING = ("mkdir first-", "python3 -m venv", "source .venv", "pip install", "make ", "cp experiments/")

@@ -43,8 +43,12 @@ def test_room_is_what_any_user_may_still_write(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("number", "needed", "free"),
     [
-        *((errno.ENOSPC, 3000, 2000), (errno.ENOSPC, 0, 2000), (errno.ENOSPC, 0, 100 * MIB)),
-        *((errno.ENOSPC, 3000, 5000), (errno.EDQUOT, 3000, 2000), (errno.EDQUOT, 0, None)),
+        (errno.ENOSPC, 3000, 2000),
+        (errno.ENOSPC, 0, 2000),
+        (errno.ENOSPC, 0, 100 * MIB),
+        (errno.ENOSPC, 3000, 5000),
+        (errno.EDQUOT, 3000, 2000),
+        (errno.EDQUOT, 0, None),
     ],
 )
 def test_what_has_run_out_is_said_as_it_is(

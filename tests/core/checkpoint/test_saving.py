@@ -174,7 +174,10 @@ def test_sweeping_spares_a_live_writer(tmp_path: Path) -> None:
         assert [path.name for path in swept] in ([".step-000000009.pt.0123456789ab.tmp"], [])
         assert newest_valid(tmp_path) is not None
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("latest.json", "notes.tmp", "step-000000001-2.pt", "step-000000001.json"),
+        "latest.json",
+        "notes.tmp",
+        "step-000000001-2.pt",
+        "step-000000001.json",
     ]
 
 

@@ -21,8 +21,11 @@ def layout_on(monkeypatch: pytest.MonkeyPatch, gpus: int, **asked: Any) -> Layou
 @pytest.mark.parametrize(
     ("gpus", "asked", "label"),
     [
-        *((0, {}, "single-cpu"), (1, {}, "single-cuda"), (0, {"layout": "ddp"}, "ddp-1x2-cpu")),
-        *((1, {"layout": "ddp"}, "ddp-1x1-cuda"), (4, {"layout": "ddp"}, "ddp-1x4-cuda")),
+        (0, {}, "single-cpu"),
+        (1, {}, "single-cuda"),
+        (0, {"layout": "ddp"}, "ddp-1x2-cpu"),
+        (1, {"layout": "ddp"}, "ddp-1x1-cuda"),
+        (4, {"layout": "ddp"}, "ddp-1x4-cuda"),
         (4, {"layout": "dp", "nproc_per_node": 2}, "dp-2-cuda"),
         (4, {"layout": "ddp", "device": "cpu"}, "ddp-1x2-cpu"),
         (1, {"layout": "ddp", "nproc_per_node": 4, "device": "cuda"}, "ddp-1x4-cuda"),

@@ -47,13 +47,18 @@ def mine(folder: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "asked", "expected"),
     [
-        *((PORTABLE, {}, "portable"), (NATIVE, {}, "native"), (COMPUTED, {}, "native"), ("not python", {}, "native")),
-        *((PORTABLE, {"numerics": "native"}, "native"), (NATIVE, {"numerics": "portable"}, "portable")),
+        (PORTABLE, {}, "portable"),
+        (NATIVE, {}, "native"),
+        (COMPUTED, {}, "native"),
+        ("not python", {}, "native"),
+        (PORTABLE, {"numerics": "native"}, "native"),
+        (NATIVE, {"numerics": "portable"}, "portable"),
         (NATIVE, {"settings": ("numerics=portable",)}, "portable"),
         (NATIVE, {"settings": ('numerics = "portable"',)}, "portable"),
         (PORTABLE, {"settings": ("numerics=portable", "numerics=native")}, "native"),
         (PORTABLE, {"settings": ("numerics=native",), "numerics": "portable"}, "portable"),
-        *((PORTABLE, {"device": "cuda"}, "native"), (PORTABLE, {"device": "cpu"}, "portable")),
+        (PORTABLE, {"device": "cuda"}, "native"),
+        (PORTABLE, {"device": "cpu"}, "portable"),
     ],
 )
 def test_what_is_expected(tmp_path: Path, text: str, asked: dict[str, Any], expected: str) -> None:

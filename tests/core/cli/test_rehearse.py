@@ -52,11 +52,14 @@ def rehearsed(file: Path | str, *words: object, code: int = 0) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        *((["toy_mpl"], 2), (["toy_mlp", "--set", "global_batch_size=64"], 2)),
-        *((["toy_mlp", "--stop-signal", "USR9"], 2), (["toy_mlp", "--profile", "soon"], 2)),
+        (["toy_mpl"], 2),
+        (["toy_mlp", "--set", "global_batch_size=64"], 2),
+        (["toy_mlp", "--stop-signal", "USR9"], 2),
+        (["toy_mlp", "--profile", "soon"], 2),
         (["toy_mlp", "--shard", "optimizer"], 2),
         (["toy_mlp", "--layout", "ddp", "--shard", "optimizer", "--reduction", "plain"], 2),
-        *((["fashion_mnist", "--data-dir", "no-data"], 2), (["toy_mlp", "--output", "FILE"], 4)),
+        (["fashion_mnist", "--data-dir", "no-data"], 2),
+        (["toy_mlp", "--output", "FILE"], 4),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )

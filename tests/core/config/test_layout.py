@@ -39,8 +39,11 @@ def test_a_layout_says_who_takes_a_share(layout: Layout, label: str, shares: int
 @pytest.mark.parametrize(
     "layout",
     [
-        *(Layout(kind="single", nproc_per_node=2), Layout(kind="single", nnodes=2), Layout(kind="dp", nnodes=2)),
-        *(Layout(shard="optimizer"), Layout(kind="dp", shard="gradients")),
+        Layout(kind="single", nproc_per_node=2),
+        Layout(kind="single", nnodes=2),
+        Layout(kind="dp", nnodes=2),
+        Layout(shard="optimizer"),
+        Layout(kind="dp", shard="gradients"),
     ],
     ids=["processes of one", "nodes of one", "nodes of dp", "shards of one", "shards of dp"],
 )

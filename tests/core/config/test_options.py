@@ -120,9 +120,17 @@ def test_the_environment_gives_defaults(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     "words",
     [
-        *("train digits --learning-rate 0.1", "train digits --epochs 3", "train digits --batch-size 3"),
-        *("train digits --nproc_per_node 2", "train digits --chekpoint-every 2", "train digits --nproc 2"),
-        *("tarin digits", "--versoin", "caims", "compare --jsno", "data fecth"),
+        "train digits --learning-rate 0.1",
+        "train digits --epochs 3",
+        "train digits --batch-size 3",
+        "train digits --nproc_per_node 2",
+        "train digits --chekpoint-every 2",
+        "train digits --nproc 2",
+        "tarin digits",
+        "--versoin",
+        "caims",
+        "compare --jsno",
+        "data fecth",
     ],
 )
 def test_a_wrong_word_is_an_error_in_one_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,9 +163,14 @@ def test_what_click_or_pydantic_refuses_is_an_error_in_one_line(
 @pytest.mark.parametrize(
     ("wrong", "near"),
     [
-        *(("lr", ["optimizer.lr"]), ("learning_rate", ["optimizer.lr"]), ("warmup", ["schedule.warmup_steps"])),
-        *(("optimizer.momentun", ["optimizer.momentum"]), ("momentun", ["optimizer.momentum"])),
-        *(("batch_size", ["global_batch_size"]), ("name", []), ("xyzzy", [])),
+        ("lr", ["optimizer.lr"]),
+        ("learning_rate", ["optimizer.lr"]),
+        ("warmup", ["schedule.warmup_steps"]),
+        ("optimizer.momentun", ["optimizer.momentum"]),
+        ("momentun", ["optimizer.momentum"]),
+        ("batch_size", ["global_batch_size"]),
+        ("name", []),
+        ("xyzzy", []),
     ],
 )
 def test_a_setting_is_found_by_a_part_of_its_name(wrong: str, near: list[str]) -> None:

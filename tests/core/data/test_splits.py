@@ -52,8 +52,14 @@ def test_a_pair_is_training_and_held_out_samples() -> None:
 @pytest.mark.parametrize(
     "built",
     [
-        *(Stream(), Splits(TENSORS, Stream()), iter([1, 2]), DataLoader(TENSORS), NoLength(), 7),
-        *(random_split(TENSORS, [4, 3, 3]), {"train": TENSORS}),
+        Stream(),
+        Splits(TENSORS, Stream()),
+        iter([1, 2]),
+        DataLoader(TENSORS),
+        NoLength(),
+        7,
+        random_split(TENSORS, [4, 3, 3]),
+        {"train": TENSORS},
     ],
     ids=lambda value: type(value).__name__,
 )

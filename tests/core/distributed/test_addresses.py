@@ -101,8 +101,12 @@ def test_a_name_of_an_interface_tells_its_address(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("host", "elsewhere", "given", "expected"),
     [
-        *(("127.0.0.1", True, None, "lo"), ("127.0.0.1", False, None, "lo"), ("here", False, None, "lo")),
-        *(("here", True, None, None), ("unknown", True, None, None), (None, False, None, None)),
+        ("127.0.0.1", True, None, "lo"),
+        ("127.0.0.1", False, None, "lo"),
+        ("here", False, None, "lo"),
+        ("here", True, None, None),
+        ("unknown", True, None, None),
+        (None, False, None, None),
         ("unknown", True, "lo", "lo"),
     ],
 )

@@ -113,9 +113,14 @@ def test_the_variables_of_torchruns_options_tell_the_nodes() -> None:
 @pytest.mark.parametrize(
     "environ",
     [
-        *(SIX_TASKS | {"SLURM_STEP_TASKS_PER_NODE": "3,2,1"}, SIX_TASKS | {"SLURM_PROCID": "x"}),
-        *(SIX_TASKS | {"SLURM_STEP_NODELIST": ""}, SIX_TASKS | {"SLURM_JOB_ID": ""}, OPEN_MPI),
-        *({"PMI_RANK": "0", "PMI_SIZE": "2"}, KUBEFLOW | {"PET_MASTER_ADDR": ""}, KUBEFLOW | {"PET_NODE_RANK": "2"}),
+        SIX_TASKS | {"SLURM_STEP_TASKS_PER_NODE": "3,2,1"},
+        SIX_TASKS | {"SLURM_PROCID": "x"},
+        SIX_TASKS | {"SLURM_STEP_NODELIST": ""},
+        SIX_TASKS | {"SLURM_JOB_ID": ""},
+        OPEN_MPI,
+        {"PMI_RANK": "0", "PMI_SIZE": "2"},
+        KUBEFLOW | {"PET_MASTER_ADDR": ""},
+        KUBEFLOW | {"PET_NODE_RANK": "2"},
         KUBEFLOW | {"PET_NNODES": "1:4"},
     ],
 )

@@ -47,8 +47,12 @@ def agreed(monkeypatch: pytest.MonkeyPatch, uuids: list[str], backend: str = "au
 @pytest.mark.parametrize(
     ("uuids", "asked", "expected"),
     [
-        *((["a", "b", "c"], "auto", NCCL), (["a", "b", "c"], "nccl", NCCL), (["a", "b", "c"], "gloo", GLOO)),
-        *((["a"], "auto", NCCL), (["", ""], "auto", "gloo"), (["", ""], "nccl", "gloo")),
+        (["a", "b", "c"], "auto", NCCL),
+        (["a", "b", "c"], "nccl", NCCL),
+        (["a", "b", "c"], "gloo", GLOO),
+        (["a"], "auto", NCCL),
+        (["", ""], "auto", "gloo"),
+        (["", ""], "nccl", "gloo"),
     ],
 )
 def test_ranks_with_a_gpu_each_take_nccl(

@@ -117,7 +117,9 @@ def test_what_the_experiment_sets_comes_before_the_files_functions(tmp_path: Pat
 @pytest.mark.parametrize(
     "text",
     [
-        *("def optimizer(model):\n    return 7", "def optimizer(net):\n    pass", "optimizer = torch.optim.SGD"),
+        "def optimizer(model):\n    return 7",
+        "def optimizer(net):\n    pass",
+        "optimizer = torch.optim.SGD",
         "def optimizer(model, lr):\n    pass",
         "def optimizer(model):\n    return torch.optim.LBFGS(model.parameters())",
         "def optimizer(model):\n    return torch.optim.SGD(model[1].parameters(), lr=1)",
@@ -125,7 +127,8 @@ def test_what_the_experiment_sets_comes_before_the_files_functions(tmp_path: Pat
         "def optimizer(model):\n    return torch.optim.SGD([*model.parameters(), torch.zeros(3, 2)], lr=1)",
         "def optimizer(model):\n    return torch.optim.SGD([*model.parameters(), model[1].bias], lr=1)",
         "def optimizer(model):\n    return torch.optim.SGD([dict(params=model.parameters(), f=len)], lr=1)",
-        *("def optimizer(model):\n    return 1 / 0", "def schedule(optimizer):\n    return 7"),
+        "def optimizer(model):\n    return 1 / 0",
+        "def schedule(optimizer):\n    return 7",
         "def schedule(opt):\n    pass",
         "def schedule(optimizer):\n    return lr_scheduler.ReduceLROnPlateau(optimizer)",
         "def schedule(optimizer):\n    return lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1), 3)",

@@ -28,8 +28,13 @@ def chosen(asked: Request, most_nodes: int = 1) -> str:
 @pytest.mark.parametrize(
     "asked",
     [
-        *(request(device="cuda"), request(shard="optimizer"), request(nproc_per_node=1), request(reduction="plain")),
-        *(request(launcher="spawn"), request(max_restarts=0), request(recovery="restart")),
+        request(device="cuda"),
+        request(shard="optimizer"),
+        request(nproc_per_node=1),
+        request(reduction="plain"),
+        request(launcher="spawn"),
+        request(max_restarts=0),
+        request(recovery="restart"),
         replace(request(), evaluated=EVALUATED),
     ],
     ids=["on-gpus", "shards", "alone", "plain", "spawn", "no-restarts", "asked for", "evaluation"],

@@ -16,9 +16,16 @@ LOST, STOPPED = ExitCode.PEERS_LOST, ExitCode.STOPPED
 @pytest.mark.parametrize(
     ("codes", "restarts_left", "may"),
     [
-        *(([KILLED], 1, True), ([1], 1, True), ([KILLED, KILLED], 1, False), ([KILLED], 0, False), ([], 3, False)),
-        *(([KILLED, ExitCode.DONE], 3, False), ([KILLED, LOST], 3, False), ([KILLED, ExitCode.NUMERICS], 3, False)),
-        *(([STOPPED], 3, False), ([-signal.SIGTERM], 3, False)),
+        ([KILLED], 1, True),
+        ([1], 1, True),
+        ([KILLED, KILLED], 1, False),
+        ([KILLED], 0, False),
+        ([], 3, False),
+        ([KILLED, ExitCode.DONE], 3, False),
+        ([KILLED, LOST], 3, False),
+        ([KILLED, ExitCode.NUMERICS], 3, False),
+        ([STOPPED], 3, False),
+        ([-signal.SIGTERM], 3, False),
     ],
 )
 def test_whether_the_others_may_go_on(codes: list[int], restarts_left: int, may: bool) -> None:

@@ -216,10 +216,13 @@ def test_other_numbers_are_not_cut_to_float32(kind: torch.dtype) -> None:
 def test_what_torch_refuses_is_refused() -> None:
     left, right = drawn(64, 160), drawn(160, 128)
     for wrong in (
-        *(lambda: left @ left, lambda: torch.mm(left, right.double())),
+        lambda: left @ left,
+        lambda: torch.mm(left, right.double()),
         lambda: torch.mm(left, right, out=torch.empty(64, 128, dtype=torch.float64)),
-        *(lambda: torch.addmm(drawn(5), left, right), lambda: torch.zeros(5, 5).addmm_(left, right)),
-        *(lambda: torch.bmm(left[None], right[None].expand(2, -1, -1)), lambda: torch.mm(left[None], right[None])),
+        lambda: torch.addmm(drawn(5), left, right),
+        lambda: torch.zeros(5, 5).addmm_(left, right),
+        lambda: torch.bmm(left[None], right[None].expand(2, -1, -1)),
+        lambda: torch.mm(left[None], right[None]),
         lambda: torch.bmm(left, right),
     ):
         with pytest.raises(RuntimeError):

@@ -145,13 +145,17 @@ def checkpoints(place: Place) -> None:
 
 
 RUN: list[Read] = [
-    *(every_part_of_a_run, lambda place: find_resumable(place.request, 32)),
+    every_part_of_a_run,
+    lambda place: find_resumable(place.request, 32),
     lambda place: require_continuable(RunDirectory(place.run), place.request, 32),
     lambda place: find_launch(place.output, place.request.loaded.experiment, "a"),
     lambda place: find_weights(str(place.run)),
     lambda place: expected_numerics(Asked(experiment="toy_mlp", device="cpu", record=str(place.run / "run.json"))),
-    *(lambda place: read_runs(place.output), command("compare", "RUN"), command("compare", "--output", "OUT")),
-    *(command("bundle", "RUN", "-o", "OUT/new.zip"), command("verify", "RUN")),
+    lambda place: read_runs(place.output),
+    command("compare", "RUN"),
+    command("compare", "--output", "OUT"),
+    command("bundle", "RUN", "-o", "OUT/new.zip"),
+    command("verify", "RUN"),
 ]
 READERS: dict[str, list[Read]] = {
     "toy_mlp/run/run.json": RUN,

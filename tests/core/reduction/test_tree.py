@@ -136,9 +136,13 @@ def test_the_tree_refuses_what_does_not_fit() -> None:
     tree = GradientTree(2)
     tree.push([torch.ones(1)])
     wrong: list[Callable[[], object]] = [
-        *(lambda: fold_replicas([tree]), lambda: fold([*tree.subtrees, *tree.subtrees], 2)),
-        *(lambda: (tree.push([torch.ones(1)]), tree.push([torch.ones(1)])), lambda: GradientTree(4, 2, 5)),
-        *(lambda: canonical_subtrees(0, 3, 2), lambda: share(3, 0, 4), lambda: share(3, 3, 3)),
+        lambda: fold_replicas([tree]),
+        lambda: fold([*tree.subtrees, *tree.subtrees], 2),
+        lambda: (tree.push([torch.ones(1)]), tree.push([torch.ones(1)])),
+        lambda: GradientTree(4, 2, 5),
+        lambda: canonical_subtrees(0, 3, 2),
+        lambda: share(3, 0, 4),
+        lambda: share(3, 3, 3),
     ]
     for action in wrong:
         with refusing(ValueError):

@@ -121,7 +121,11 @@ def test_gradients_that_nobody_takes_are_named() -> None:
 @pytest.mark.parametrize(
     "like",
     [
-        *(torch.empty(0, 3), torch.empty(1), torch.empty(2, 3), torch.empty(2, 3).t(), torch.empty(2, 6)[:, ::2]),
+        torch.empty(0, 3),
+        torch.empty(1),
+        torch.empty(2, 3),
+        torch.empty(2, 3).t(),
+        torch.empty(2, 6)[:, ::2],
         torch.empty(1, 2, 3, 2).to(memory_format=torch.channels_last),
     ],
     ids=["empty", "one", "rows", "columns", "gaps", "channels last"],

@@ -231,8 +231,11 @@ def test_a_loss_that_cannot_be_trained_with_is_refused(text: str, said: str, mod
     [
         (IN_LOADER.replace("WHAT", 'raise ValueError("one\\ntwo")'), ("--workers", "1"), 2),
         (IN_LOADER.replace("WHAT", "os.kill(os.getpid(), 9)"), ("--workers", "1"), 4),
-        *((NO_LOCKS, ("--layout", "ddp", "--nproc-per-node", "2"), 4), (COMPLEX, (), 2), (NO_RECORD, (), 2)),
-        *(("", ("--set", f"epochs={2**63}"), 2), ("", ("--stop-signal", "SIGSTOP"), 2)),
+        (NO_LOCKS, ("--layout", "ddp", "--nproc-per-node", "2"), 4),
+        (COMPLEX, (), 2),
+        (NO_RECORD, (), 2),
+        ("", ("--set", f"epochs={2**63}"), 2),
+        ("", ("--stop-signal", "SIGSTOP"), 2),
     ],
     ids=["loader", "killed loader", "no locks", "complex128", "no record", "2**63", "SIGSTOP"],
 )

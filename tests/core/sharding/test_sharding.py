@@ -25,9 +25,14 @@ def experiment(**fields: Any) -> Experiment:
 @pytest.mark.parametrize(
     ("asked", "fields"),
     [
-        *(({"is_plain": True}, {}), ({}, {"reduction": "plain"}), ({}, {"micro_batch": None})),
-        *(({}, {"sync_batch_norm": True}), ({"cuda_graph": True}, {}), ({}, {"ddp": DdpOptions(static_graph=True)})),
-        *(({}, {"ddp": DdpOptions(communication_hook="fp16")}), ({"shard": "parameters"}, {"ema_decay": 0.9})),
+        ({"is_plain": True}, {}),
+        ({}, {"reduction": "plain"}),
+        ({}, {"micro_batch": None}),
+        ({}, {"sync_batch_norm": True}),
+        ({"cuda_graph": True}, {}),
+        ({}, {"ddp": DdpOptions(static_graph=True)}),
+        ({}, {"ddp": DdpOptions(communication_hook="fp16")}),
+        ({"shard": "parameters"}, {"ema_decay": 0.9}),
         ({"shard": "parameters"}, {"memory_format": "channels_last"}),
     ],
 )

@@ -121,8 +121,12 @@ def half_fused(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("make", "options", "device", "steps"),
     [
-        *(("fused", {}, CUDA, 7), ("fused", {}, CPU, 1), ("fused", {"on_nan": "skip"}, CUDA, 1)),
-        *(("half fused", {}, CUDA, 1), ("another rule", {}, CUDA, 1), ("loop", {}, CUDA, 1)),
+        ("fused", {}, CUDA, 7),
+        ("fused", {}, CPU, 1),
+        ("fused", {"on_nan": "skip"}, CUDA, 1),
+        ("half fused", {}, CUDA, 1),
+        ("another rule", {}, CUDA, 1),
+        ("loop", {}, CUDA, 1),
     ],
 )
 def test_losses_are_read_rarely_where_the_device_holds_updates_back(

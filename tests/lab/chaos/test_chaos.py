@@ -48,9 +48,13 @@ def test_dice_depend_on_the_seed_alone() -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        *({"fault": "explode", "at_step": 1}, {"fault": "kill"}, {"fault": "kill", "at_step": 1, "at_seconds": 1}),
-        *({"fault": "kill", "at_step": [9, 1]}, {"fault": "kill", "at_step": 1, "node": "node-4"}),
-        *({"fault": "kill", "at_step": 1, "node": "me"}, {"fault": "slow", "at_step": 1, "node": "rendezvous"}),
+        {"fault": "explode", "at_step": 1},
+        {"fault": "kill"},
+        {"fault": "kill", "at_step": 1, "at_seconds": 1},
+        {"fault": "kill", "at_step": [9, 1]},
+        {"fault": "kill", "at_step": 1, "node": "node-4"},
+        {"fault": "kill", "at_step": 1, "node": "me"},
+        {"fault": "slow", "at_step": 1, "node": "rendezvous"},
         {"fault": "kill", "at_step": 1, "nod": "x"},
     ],
     ids=str,

@@ -166,11 +166,14 @@ def test_the_pages_are_not_made_from_what_proves_nothing(setting: Setting, other
 @pytest.mark.parametrize(
     ("figure", "words"),
     [
-        *((Figure("bytes", 0), "greater than 0"), (Figure("bytes", float("nan")), "no number")),
+        (Figure("bytes", 0), "greater than 0"),
+        (Figure("bytes", float("nan")), "no number"),
         (Figure("bytes", 1.0, low=None, high=2.0, level=0.99), "no number"),
         (Figure("share", 101.0, "%"), "at most 100"),
-        *((Figure("copies", 9.0, bounds=(0.9, 6)), "at least 0.9 and at most 6"), (Figure("weights", ""), "no number")),
-        *((Figure("bytes", 1e-30), ""), (Figure("faults", 0, bounds=COUNT), "")),
+        (Figure("copies", 9.0, bounds=(0.9, 6)), "at least 0.9 and at most 6"),
+        (Figure("weights", ""), "no number"),
+        (Figure("bytes", 1e-30), ""),
+        (Figure("faults", 0, bounds=COUNT), ""),
         (Figure("weights", "0ac92db29237"), ""),
     ],
 )
