@@ -89,8 +89,10 @@ def test_a_forward_that_writes_the_same_everywhere_is_accepted(
 ) -> None:
     words = (*writing(kind), *more)
     found = [
-        *(ends(tmp_path / "single", *words), ends(tmp_path / "dp", *words, *DP)),
-        *(ends(tmp_path / "ddp", *words, ranks=3), ends(tmp_path / "shards", *words, "--shard", "gradients", ranks=3)),
+        ends(tmp_path / "single", *words),
+        ends(tmp_path / "dp", *words, *DP),
+        ends(tmp_path / "ddp", *words, ranks=3),
+        ends(tmp_path / "shards", *words, "--shard", "gradients", ranks=3),
         ends(tmp_path / "evaluated by rank 0", *words, "--set", "evaluation.where=rank0", ranks=2),
     ]
     assert found == [found[0]] * 5
@@ -124,16 +126,19 @@ PARAMETERS = ("--shard", "parameters")
             for each, shard in ((slow, "optimizer"), (full, "parameters"))
         ),
         # With one micro-batch for each replica or rank, only a comparison of these finds it; the others do it earlier.
-        *((writing("rows unseen"), "single", ["step 1", ROWS]), (writing("rows unseen"), "dp", ["step 1", ROWS])),
+        (writing("rows unseen"), "single", ["step 1", ROWS]),
+        (writing("rows unseen"), "dp", ["step 1", ROWS]),
         (writing("rows unseen"), "ddp", ["step 1", ROWS]),
         (writing("max_norm"), "ddp", ["step 1", ROWS, "max_norm"]),
         (writing("max_norm of bags"), "single", ["step 1", ROWS, "max_norm"]),
-        *((writing("decay"), "single", ["step 1, rank", AGAIN]), (writing("decay"), "ddp", ["step 1, rank", AGAIN])),
+        (writing("decay"), "single", ["step 1, rank", AGAIN]),
+        (writing("decay"), "ddp", ["step 1, rank", AGAIN]),
         (writing("decay unseen"), "single", ["step 1, rank", AGAIN]),
         slow(writing("decay unseen"), "ddp", ["step 1, rank", AGAIN]),
         full((*writing("rows in evaluation"), *HELD_OUT), "single", ["after step 4", ROWS]),
         full((*writing("rows in evaluation"), *HELD_OUT), "ddp", ["after step 4", ROWS]),
         full((*writing("max_norm"), *PARAMETERS), "ddp", ["step 1, rank", FREED]),
+        # The loss is tried in evaluation mode; one that is known is not.
         full((*writing("clamp in evaluation"), *PARAMETERS), "ddp", ["step 1, rank", FREED]),
         full(
             (*writing("clamp in evaluation"), "--set", "loss=cross_entropy", "--set", "data.held_out=5", *PARAMETERS),

@@ -47,7 +47,9 @@ each_start = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     ("launcher", "words"),
     [
-        *(("in-process", ()), ("torchrun", ("--nproc-per-node", "1")), ("torchrun", ("--nproc-per-node", "2"))),
+        ("in-process", ()),
+        ("torchrun", ("--nproc-per-node", "1")),
+        ("torchrun", ("--nproc-per-node", "2")),
         pytest.param("spawn", ("--launcher", "spawn", "--nproc-per-node", "2"), marks=pytest.mark.slow),
     ],
 )

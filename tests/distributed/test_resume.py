@@ -66,8 +66,10 @@ DIGITS = ("digits", "--set", "max_steps=6", "--set", "memory_format=channels_las
 @pytest.mark.parametrize(
     ("words", "killed_at", "ranks_before", "ranks_after"),
     [
-        *(((*WORDS, "--reduction", "plain"), 13, 0, 0), ((*WORDS, "--reduction", "plain"), 13, 2, 2)),
-        *(((*WORDS, "--set", "precision=fp16"), 13, 0, 2), (DIGITS, 5, 0, 2)),
+        ((*WORDS, "--reduction", "plain"), 13, 0, 0),
+        ((*WORDS, "--reduction", "plain"), 13, 2, 2),
+        ((*WORDS, "--set", "precision=fp16"), 13, 0, 2),
+        (DIGITS, 5, 0, 2),
     ],
     ids=["plain", "plain on its own layout", "half precision with its scaler", "channels innermost"],
 )

@@ -81,7 +81,9 @@ def _family(draw: random.Random) -> Family:
     attends = _ATTENTION.format(more=more, dropout=dropout, first=first)
     reads = _RECURRENT.format(more=more, cell=cell, layers=layers, dropout=dropout if layers > 1 else 0.0)
     families = (
-        *(Family("mlp", ROWS, mlp), Family("conv", IMAGES, images), Family("attention", WORDS, "Attends()", attends)),
+        Family("mlp", ROWS, mlp),
+        Family("conv", IMAGES, images),
+        Family("attention", WORDS, "Attends()", attends),
         Family("recurrent", WORDS, "Reads()", reads),
     )
     return draw.choice(families)
@@ -339,7 +341,9 @@ def experiment_of(seed: int) -> str:
         "from ddp_core.config.experiment import DdpOptions, Optimizer, Schedule",
         f"WIDTH, CLASSES, SAMPLES, WORDS, LENGTH = {WIDTH}, {CLASSES}, {samples}, 20, 6",
         *(each.functions for each in habits),
-        *(family.classes, _model(family, habits, is_checkpointed), "def model():\n    return Model()"),
+        family.classes,
+        _model(family, habits, is_checkpointed),
+        "def model():\n    return Model()",
         _data(draw, family, is_named),
         *own,
         *(each.callback for each in habits),

@@ -85,7 +85,9 @@ def test_only_tools_reach_the_outside() -> None:
     networks = read("compose.yaml")["networks"]
     assert networks["private"] == {"internal": True}
     assert {name for name, service in SERVICES.items() if service["networks"] != ["private"]} == {
-        *("fetch", "report", "tensorboard"),
+        "fetch",
+        "report",
+        "tensorboard",
     }
     assert "ports" not in SERVICES["rendezvous"]
 

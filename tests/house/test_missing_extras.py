@@ -126,8 +126,10 @@ WORK = [
 ]
 NEED = [
     *(("digits", (DDP, [word, "digits"])) for word in ("train", "rehearse")),
-    *(("yaml", (DDP, ["chaos", "--backend", "local"])), ("yaml", (CLUSTER, ["check", "ddp-cpu"]))),
-    *(("tensorboard", (DDP, ["train", "mine.py", "--log-to", "tensorboard"])), ("report", (DDP, ["report"]))),
+    ("yaml", (DDP, ["chaos", "--backend", "local"])),
+    ("yaml", (CLUSTER, ["check", "ddp-cpu"])),
+    ("tensorboard", (DDP, ["train", "mine.py", "--log-to", "tensorboard"])),
+    ("report", (DDP, ["report"])),
     ("cluster", (CLUSTER, ["up", "--experiment", "mine.py", "--backend", "docker"])),
 ]
 """Each extra with a call that asks for it; RUN is the directory of the run that was trained before."""

@@ -60,8 +60,10 @@ def of_one(**entries: Any) -> dict[str, Any]:
 OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (of_one(kept={0.9: torch.ones(2)}), of_one(kept={0.9: torch.zeros(2)})),
     (of_one(kept={0.9: torch.ones(2)}), of_one(kept={0.5: torch.ones(2)})),
-    *((of_one(kept=[torch.ones(2), 1]), of_one(kept=[torch.ones(2), 2])), (of_one(kept="one"), of_one(kept="two"))),
-    *((of_one(kept=""), of_one(kept="x")), ({"state": {"k": torch.ones(1)}}, {"state": {"k": torch.zeros(1)}})),
+    (of_one(kept=[torch.ones(2), 1]), of_one(kept=[torch.ones(2), 2])),
+    (of_one(kept="one"), of_one(kept="two")),
+    (of_one(kept=""), of_one(kept="x")),
+    ({"state": {"k": torch.ones(1)}}, {"state": {"k": torch.zeros(1)}}),
     ({"inner": {"state": {0: {"step": 1}}}}, {"inner": {"state": {0: {"step": 2}}}}),
     ({"state": {"ema": {"fast": 0.5}}}, {"state": {"ema": {"fast": 0.25}}}),
 ]

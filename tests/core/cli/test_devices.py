@@ -68,7 +68,9 @@ def test_what_a_launchers_variables_change_is_not_done_in_silence(monkeypatch: p
 @pytest.mark.parametrize(
     ("gpus", "kind", "reduction", "backend"),
     [
-        *((0, "single", "exact", "auto"), (0, "ddp", "exact", "gloo"), (1, "dp", "plain", "auto")),
+        (0, "single", "exact", "auto"),
+        (0, "ddp", "exact", "gloo"),
+        (1, "dp", "plain", "auto"),
         (2, "ddp", "exact", "nccl"),
     ],
 )

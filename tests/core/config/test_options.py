@@ -148,8 +148,10 @@ def test_a_wrong_word_is_an_error_in_one_line(words: str, capsys: pytest.Capture
         ("train digits --timeout inf", ["--timeout", "inf", "finite"]),
         ("train digits --keep-last", ["--keep-last", "argument"]),
         ("train digits --layout dpp", ["--layout", "dpp", "'single', 'dp', 'ddp'"]),
-        *(("train digits more", ["more", "ddp train --help"]), ("train", ["EXPERIMENT", "ddp train --help"])),
-        *(("verify run --device gpu", ["--device", "gpu", "cuda"]), ("data fetch", ["NAME", "ddp data fetch --help"])),
+        ("train digits more", ["more", "ddp train --help"]),
+        ("train", ["EXPERIMENT", "ddp train --help"]),
+        ("verify run --device gpu", ["--device", "gpu", "cuda"]),
+        ("data fetch", ["NAME", "ddp data fetch --help"]),
         ("data", ["command", "ddp data --help"]),
     ],
 )

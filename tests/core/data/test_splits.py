@@ -30,8 +30,10 @@ class NoLength:
 @pytest.mark.parametrize(
     "dataset",
     [
-        *(TENSORS, Subset(TENSORS, range(10))),
-        *(ConcatDataset([Subset(TENSORS, range(4)), Subset(TENSORS, range(4, 10))]), InMemory(*TENSORS.tensors)),
+        TENSORS,
+        Subset(TENSORS, range(10)),
+        ConcatDataset([Subset(TENSORS, range(4)), Subset(TENSORS, range(4, 10))]),
+        InMemory(*TENSORS.tensors),
     ],
     ids=lambda dataset: type(dataset).__name__,
 )

@@ -75,7 +75,9 @@ def names(found: dict[str, list[str]]) -> Callable[..., list[tuple[object, ...]]
         ("127.0.0.1", "127.0.0.1"),
         ("localhost", "127.0.0.1"),
         ("here", None),  # Debian's own name for itself is 127.0.1.1
-        *(("away", None), ("two", None), ("unknown", None)),
+        ("away", None),
+        ("two", None),
+        ("unknown", None),
     ],
 )
 def test_a_name_tells_the_address_or_does_not(host: str, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

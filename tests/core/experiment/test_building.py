@@ -135,7 +135,9 @@ def test_what_the_experiment_sets_comes_before_the_files_functions(tmp_path: Pat
         "class Own(lr_scheduler.LRScheduler):\n    f = None\n\n"
         "    def get_lr(self):\n        self.f = len\n        return [1.0]\n\n\n"
         "def schedule(optimizer):\n    return Own(optimizer)",
-        *("callbacks = [7]", "callbacks = [Callback]", "def callbacks():\n    pass"),
+        "callbacks = [7]",
+        "callbacks = [Callback]",
+        "def callbacks():\n    pass",
         "def callbacks():\n    return [Callback(), open('nowhere')]",
         "class C(Callback):\n    ranks = 'some'\n\n\ncallbacks = [C()]",
     ],

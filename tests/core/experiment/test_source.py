@@ -149,7 +149,9 @@ def test_a_record_cannot_name_another_folder_or_an_experiment_without_a_digest(t
     [
         ("a = 1\n", "a = 1\n", True),
         ("a = 1\n", "# why\na  =  1  # so\n", True),
-        *(("a = 1\n", "a = 2\n", False), ("a = 1\n", "a = (\n", False), ("a = (\n", "a = (\n\n", False)),
+        ("a = 1\n", "a = 2\n", False),
+        ("a = 1\n", "a = (\n", False),
+        ("a = (\n", "a = (\n\n", False),
     ],
 )
 def test_comments_and_lines_are_no_other_code(before: str, now: str, same: bool) -> None:

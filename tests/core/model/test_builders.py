@@ -11,8 +11,10 @@ from ddp_core.model.builders import MODELS
 @pytest.mark.parametrize(
     ("name", "options", "inputs", "outputs", "parameters"),
     [
-        *(("linear", {}, (1,), (1,), 2), ("sigmoid_classifier", {}, (10,), (1,), 11)),
-        *(("two_layer", {}, (10,), (1,), 61), ("mlp", {"sizes": [64, 64, 10]}, (1, 8, 8), (10,), 4810)),
+        ("linear", {}, (1,), (1,), 2),
+        ("sigmoid_classifier", {}, (10,), (1,), 11),
+        ("two_layer", {}, (10,), (1,), 61),
+        ("mlp", {"sizes": [64, 64, 10]}, (1, 8, 8), (10,), 4810),
         ("mlp", {"sizes": [6, 4], "dropout": 0.5}, (6,), (4,), 28),
         ("small_cnn", {"width": 4}, (1, 8, 8), (10,), None),
         ("small_cnn", {"width": 4, "image_size": 28, "classes": 3}, (1, 28, 28), (3,), None),

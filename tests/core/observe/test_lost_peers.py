@@ -106,7 +106,9 @@ STACK = "\nException raised from create at /pytorch/torch/csrc/distributed/c10d/
     "text",
     [
         f"{REMOTE}Last error:\nsocketProgressOpt: Call to recv from 172.1.2.3<3> failed : Connection reset by peer",
-        *(REMOTE, SYSTEM, f"{INTERNAL}Last error:\nNet : Connection closed by remote peer user<50260>{STACK}"),
+        REMOTE,
+        SYSTEM,
+        f"{INTERNAL}Last error:\nNet : Connection closed by remote peer user<50260>{STACK}",
         "[PG ID 0 PG GUID 0 Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3) ran for 9",
         "NCCL met a REMOTE_ERROR while this rank waited for its device",
         "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:5002: Connection reset by "

@@ -154,7 +154,9 @@ def test_a_line_that_a_full_disk_has_cut_takes_no_other_with_it(tmp_path: Path) 
         metrics.write("step", step=2)
     assert '"st{' not in path.read_text().replace("\n", "")
     assert [(record["kind"], record["step"]) for record in read_metrics(path)] == [
-        *(("step", 1), ("resume", 1), ("step", 2)),
+        ("step", 1),
+        ("resume", 1),
+        ("step", 2),
     ]
 
 

@@ -354,7 +354,9 @@ def test_no_text_of_a_record_prints_a_line_of_its_own(
             continue
         (run / "run.json").write_text(json.dumps(forged))
         for words in (
-            *(("compare", "--no-check", str(other), str(run)), ("watch", "--once", str(run)), ("verify", str(run))),
+            ("compare", "--no-check", str(other), str(run)),
+            ("watch", "--once", str(run)),
+            ("verify", str(run)),
         ):
             main(words)
             said = "\n".join(capsys.readouterr())

@@ -30,9 +30,11 @@ def test_mean_and_deviation_are_told() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        *({"data_sha256": "b"}, {"fingerprint": {"numerics": "portable", "numerics_rules": 2}}),
+        {"data_sha256": "b"},
+        {"fingerprint": {"numerics": "portable", "numerics_rules": 2}},
         {"source": {"files": {"mine.py": "b"}, "experiment": "mine.py"}},
-        *({"init_from": {"given": "w.pt", "sha256": "b"}}, {"forked_from": {"given": "RUN", "weights_sha256": "b"}}),
+        {"init_from": {"given": "w.pt", "sha256": "b"}},
+        {"forked_from": {"given": "RUN", "weights_sha256": "b"}},
     ],
 )
 def test_runs_that_differ_in_more_than_their_seed_are_left_out(other: dict[str, Any]) -> None:

@@ -42,7 +42,9 @@ def with_optimizer(**fields: Any) -> Experiment:
 @pytest.mark.parametrize(
     ("shard", "weights", "gradients"),
     [
-        *(("none", WEIGHTS, WEIGHTS), ("optimizer", WEIGHTS, WEIGHTS // 4), ("gradients", WEIGHTS, WEIGHTS // 4)),
+        ("none", WEIGHTS, WEIGHTS),
+        ("optimizer", WEIGHTS, WEIGHTS // 4),
+        ("gradients", WEIGHTS, WEIGHTS // 4),
         ("parameters", WEIGHTS // 4, WEIGHTS // 4),
     ],
 )

@@ -252,8 +252,10 @@ REFUSED = "raise RuntimeError('S3: connection refused')"
 @pytest.mark.parametrize(
     ("where", "mode", "workers", "layer"),
     [
-        *(("data", "single", "0", ""), ("model", "dp", "0", "; in model, Network, which was given [2, 4]")),
-        *(("data", "torchrun", "1", ""), ("model", "torchrun", "0", "; in model, Network, which was given [2, 4]")),
+        ("data", "single", "0", ""),
+        ("model", "dp", "0", "; in model, Network, which was given [2, 4]"),
+        ("data", "torchrun", "1", ""),
+        ("model", "torchrun", "0", "; in model, Network, which was given [2, 4]"),
     ],
 )
 def test_words_of_a_lost_peer_from_the_experiment_are_its_own(
@@ -303,7 +305,9 @@ def test_where_no_error_can_be_written_the_exit_code_tells_it() -> None:
 @pytest.mark.parametrize(
     ("where", "mode", "leaver", "how"),
     [
-        *(("callback", "single", 0, "exit"), ("callback", "single", 0, "interrupt"), ("model", "dp", 0, "exit")),
+        ("callback", "single", 0, "exit"),
+        ("callback", "single", 0, "interrupt"),
+        ("model", "dp", 0, "exit"),
         pytest.param("callback", "torchrun", 1, "exit", marks=pytest.mark.slow),
     ],
 )

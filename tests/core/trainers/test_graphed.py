@@ -153,8 +153,10 @@ def test_what_broke_a_recording_is_raised_and_the_stream_is_put_back() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        *({"device": "cpu"}, {"device": "cuda", "layout": "dp"}),
-        *({"device": "cuda", "layout": "ddp", "reduction": "plain"}, {"device": "cuda", "faults": ("flip@3+:0",)}),
+        {"device": "cpu"},
+        {"device": "cuda", "layout": "dp"},
+        {"device": "cuda", "layout": "ddp", "reduction": "plain"},
+        {"device": "cuda", "faults": ("flip@3+:0",)},
     ],
 )
 def test_a_graph_that_cannot_be_had_is_refused(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

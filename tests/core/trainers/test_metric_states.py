@@ -73,8 +73,10 @@ def merged(metric: Any, given: list[Batch], ranks: int = 1, compared: bool = Fal
         ("classification.BinaryAveragePrecision", {"thresholds": 20}, "shares"),
         ("classification.BinaryROC", {"thresholds": 5}, "shares"),
         ("classification.MulticlassF1Score", {"num_classes": 3, "average": "macro"}, "classes"),
-        *(("regression.R2Score", {}, "numbers"), ("regression.SpearmanCorrCoef", {}, "numbers")),
-        *(("image.PeakSignalNoiseRatio", {"data_range": (-1, 1)}, "numbers"), ("text.Perplexity", {}, "words")),
+        ("regression.R2Score", {}, "numbers"),
+        ("regression.SpearmanCorrCoef", {}, "numbers"),
+        ("image.PeakSignalNoiseRatio", {"data_range": (-1, 1)}, "numbers"),
+        ("text.Perplexity", {}, "words"),
     ],
 )
 def test_the_figure_is_that_of_one_object_that_counts_all_batches(name: str, options: Any, kind: Any) -> None:

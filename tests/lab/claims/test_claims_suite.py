@@ -107,11 +107,13 @@ def test_an_unknown_claim_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("parts", "whole"),
     [
-        *((["confirmed", "confirmed"], "confirmed"), (["confirmed", "refuted"], "confirmed in part")),
+        (["confirmed", "confirmed"], "confirmed"),
+        (["confirmed", "refuted"], "confirmed in part"),
         (["confirmed", "not measurable here"], "confirmed in part"),
         (["confirmed in part", "refuted"], "confirmed in part"),
         (["refuted", "inconclusive", "not measurable here"], "refuted"),
-        *((["not measurable here", "inconclusive"], "inconclusive"), (["not measurable here"], "not measurable here")),
+        (["not measurable here", "inconclusive"], "inconclusive"),
+        (["not measurable here"], "not measurable here"),
     ],
 )
 def test_a_sentence_of_several_parts(parts: list[Any], whole: str) -> None:
