@@ -191,7 +191,8 @@ class ExactReduction:
             raise ValueError(f"a step needs at least one micro-batch, got {micro_batches}")
         if not self._has_begun:  # a step may be begun again on some ranks alone, which must not meet a collective
             if self._to_compare is not None and self._steps.bit_count() <= self.compares_updates:
-                require_equal_weights(self._to_compare, self._inner, f"after step {self._steps} of this start")
+                when = f"after step {self._steps} of this start" if self._steps else "before the first step"
+                require_equal_weights(self._to_compare, self._inner, when)
             self._steps += 1
         self._shares.begin(micro_batches)
         self.share = self._shares.share(micro_batches)

@@ -84,7 +84,7 @@ class OwnsRows(OwnsPart):
         nodes: list[list[int]] = []
         if self.group is not None:
             nodes = require_agreement(process_group, micro_batches, "strided, in rows", Gradients(module), node)
-            require_equal_weights(process_group, module, "after step 0 of this start")
+            require_equal_weights(process_group, module, "before the first step")
         # Gathers are in another sequence than what the caller sends, such as losses, and the two must not mix.
         own = own_group(process_group, self.device, timeout)
         wholes = dict(module.named_parameters(remove_duplicate=False))

@@ -24,7 +24,7 @@ REFUSED = {
     "memory": f"{FIRST}32 (3, 2, 3, 3), strides",
     "type": f"{FIRST}64 (3, 2, 3, 3)",
     "number": "parameters is 2 on rank 0, but 1 on rank 2",
-    "weights": "after step 0 of this start 0.weight is not the same on all ranks (differs: 2 of 3)",
+    "weights": "before the first step 0.weight is not the same on all ranks (differs: 2 of 3)",
     "scale": "after step 1 of this start 0.weight is not the same on all ranks (differs: 2 of 3)",
 }
 
