@@ -22,43 +22,9 @@ _NOTHING = 1e-3
 """A difference is measured against this part of the largest gradient at least: smaller ones may be rounding alone."""
 
 
-def not_repeatable(one: Run, again: Run) -> Iterator[Finding]:
-    """What differs first between two runs that should be equal."""
-    for at, (step, other) in enumerate(zip(one.ranks[0].steps, again.ranks[0].steps, strict=False), start=1):
-        if what := _first_of_step(step, other):
-            name = "not-repeatable" if one.ranks[0].is_seeded else "no-seed"
-            yield Finding(name, f"step {at}: {what}", one.world, step.event["site"])
-            return
-
-
-def _first_of_step(step: Step, other: Step) -> str | None:
-    """The first thing in which two equal steps differ, in the order in which a step makes them."""
-    before, before_other = step.event["weights_before"], other.event["weights_before"]
-    if step.number == 1 and before != before_other:
-        return f"the weights differ from the start, the first of them {first_difference(before, before_other)}"
-    if step.samples != other.samples:
-        return "other samples, or the same ones otherwise augmented"
-    for forward, forward_other in zip(step.forwards, other.forwards, strict=False):
-        for generator in forward["moved"]:
-            if forward["generators"][generator] != forward_other["generators"].get(generator):
-                return f"forward draws from {generator}, which stands elsewhere"
-    digests = [{name: each["digest"] for name, each in each_step.gradients.items()} for each_step in (step, other)]
-    if digests[0] != digests[1]:
-        return f"the same weights and samples give another gradient of {first_difference(*digests)}"
-    if name := first_difference(step.event["weights"], other.event["weights"]):
-        return f"the same gradients give other weights of {name}"
-    return None
-
-
-def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """The first name with another digest; None where all are the same."""
-    return next((name for name in (*one, *other) if one.get(name) != other.get(name)), None)
-
-
 def with_ranks(one: Run, run: Run) -> Iterator[Finding]:
     """What a run on more ranks does otherwise than the run on one."""
     yield from _settings(one, run)
-    yield from _not_finite(one, run)
     yield from _schedule(one, run)
     yield from _schedule_end(one, run)
     yield from _batch(one, run)
@@ -66,46 +32,52 @@ def with_ranks(one: Run, run: Run) -> Iterator[Finding]:
 
 
 def with_one_process(one: Run, run: Run, draws: bool) -> Finding:
-    """What the ranks' first step has otherwise than that of one process with all of their samples; else what remains.
+    """What the ranks' steps have otherwise than those of one process with all of their samples; else what remains.
 
     `draws` says whether its forward passes draw random numbers, but for these two runs. Raises UserError where nothing
-    is proved.
+    is proved of the first step; later ones are looked at until nothing is proved of one.
     """
-    alone, at = one.ranks[0].steps[0], next(run.by_step())
-    if alone.event["weights_before"] != at[0].event["weights_before"]:
-        raise UserError("not proved: one process begins with other weights")
-    if not alone.samples or not has_samples_of(one, run):
-        raise UserError("not proved: one process could not be given the samples of all ranks")
-    if any(forward["moved"] for forward in alone.forwards):
-        raise UserError("not proved: random numbers are drawn in forward")
-    if not (rounding := dict(_rounding(alone, at))):
-        raise UserError("not proved: what its backward passes give is not known")
-    factors = {
-        name: multiple(alone.reduced(name), at[0].reduced(name)) for name, off in rounding.items() if off > CLEAR
-    }
-    others = {name: factor for name, factor in factors.items() if factor is None or abs(factor - 1) > CLEAR}
-    if others and (doubt := _doubt(alone, at)):
-        raise UserError(f"not proved: the gradient is another, and {doubt}")
-    which, where = f"one process with the same weights and the samples of all {run.world} ranks", at[0].event["site"]
-    if others:
-        unseen = next((each["site"] for step in at for each in step.unseen), None)
-        kind = "exchange-without-gradient" if unseen else _kind_of(others, len(rounding), run.world)
-        name, factor = next(iter(others.items()))
-        how = f"{factor:.3g} times" if factor else "no multiple of"
-        evidence = (
-            f"step 1: the gradient of {name} is {how} that of {which} ({len(others)} of {len(rounding)} parameters)"
-        )
-        return Finding(kind, evidence, run.world, unseen or where)
-    if moved := _moved_otherwise(alone, at[0], rounding):
-        evidence = f"step 1: {moved} moves otherwise than in {which}, whose gradient is the same up to rounding"
-        return Finding("other-update", evidence, run.world, where)
-    is_same = all(alone.gradients[name]["digest"] == at[0].gradients[name]["digest"] for name in rounding)
-    how = "to the bit" if is_same else f"up to rounding, {max(rounding.values()):.1g} of the ranks' own gradients"
+    proved: dict[str, float] = {}
+    which, last, is_same = f"one process with the same weights and the samples of all {run.world} ranks", 0, True
+    for alone, at in zip(one.ranks[0].steps, run.by_step(), strict=False):
+        try:
+            rounding = _rounding(alone, at)
+        except UserError:
+            if proved:
+                break
+            raise
+        where, when = at[0].event["site"], f"step {alone.number}"
+        for name in rounding:
+            if not isfinite(sum(at[0].reduced(name))):
+                evidence = f"{when}: the gradient of {name} is not finite, and that of {which} is"
+                return Finding("not-finite", evidence, run.world, where)
+        factors = {
+            name: multiple(alone.reduced(name), at[0].reduced(name)) for name, off in rounding.items() if off > CLEAR
+        }
+        others = {name: factor for name, factor in factors.items() if factor is None or abs(factor - 1) > CLEAR}
+        if others and (doubt := _doubt(alone, at)):
+            raise UserError(f"not proved: the gradient is another, and {doubt}")
+        if others:
+            unseen = next((each["site"] for step in at for each in step.unseen), None)
+            kind = "exchange-without-gradient" if unseen else _kind_of(others, len(rounding), run.world)
+            name, factor = next(iter(others.items()))
+            how = f"{factor:.3g} times" if factor else "no multiple of"
+            of_all = f"({len(others)} of {len(rounding)} parameters)"
+            evidence = f"{when}: the gradient of {name} is {how} that of {which} {of_all}"
+            return Finding(kind, evidence, run.world, unseen or where)
+        if moved := _moved_otherwise(alone, at[0], rounding):
+            evidence = f"{when}: {moved} moves otherwise than in {which}, whose gradient is the same up to rounding"
+            return Finding("other-update", evidence, run.world, where)
+        last = alone.number
+        is_same &= all(alone.digests[name] == at[0].digests[name] for name in rounding)
+        proved = {name: max(off, proved.get(name, 0.0)) for name, off in {**proved, **rounding}.items()}
+    how = "to the bit" if is_same else f"up to rounding, {max(proved.values()):.1g} of the ranks' own gradients"
     kept = "random-numbers" if draws else "samples" if is_same else "rounding"
     without = " without dropout" * draws
-    if any(name.endswith("running_var") for forward in alone.forwards for name in forward["buffers"]):
+    if any(name.endswith("running_var") for forward in one.ranks[0].steps[0].forwards for name in forward["buffers"]):
         without += ", with batch norm's running statistics,"
-    evidence = f"step 1: the gradient{without} is that of {which} {how} ({len(rounding)} parameters)"
+    when = "step 1" if last == 1 else f"steps 1 to {last}"
+    evidence = f"{when}: the gradient{without} is that of {which} {how} ({len(proved)} parameters)"
     return Finding(f"remains-{kept}", evidence, run.world)
 
 
@@ -119,7 +91,7 @@ def _kind_of(factors: Mapping[str, float | None], parameters: int, ranks: int) -
 
 def has_samples_of(one: Run, run: Run) -> bool:
     """Whether the first step on one rank has the samples of all ranks' first step anyway."""
-    return sorted(_first_samples(one)) == sorted(_first_samples(run))
+    return sorted(_samples(next(one.by_step()))) == sorted(_samples(next(run.by_step())))
 
 
 def _doubt(alone: Step, at: Sequence[Step]) -> str:
@@ -133,29 +105,37 @@ def _doubt(alone: Step, at: Sequence[Step]) -> str:
     return ""
 
 
-def _first_samples(run: Run) -> list[str]:
-    return [sample for step in next(run.by_step()) for sample in step.samples]
+def _samples(at: Sequence[Step]) -> list[str]:
+    return [sample for step in at for sample in step.samples]
 
 
-def _rounding(alone: Step, at: Sequence[Step]) -> Iterator[tuple[str, float]]:
+def _rounding(alone: Step, at: Sequence[Step]) -> dict[str, float]:
     """By parameter, how far the ranks' gradient and one process's are apart, as a part of the ranks' own gradients.
 
     Sums of numbers that cancel each other are rounded as the numbers are; own gradients are taken as the optimizer
     gets them, such as without a scaler's factor. A gradient that is nothing beside the largest, as that of the bias of
-    keys in attention, may be rounding alone. Parameters are left out whose gradients are unknown, zero, or not finite.
+    keys in attention, may be rounding alone. Parameters are left out whose gradients are unknown, zero, or not finite
+    in one process. Raises UserError where the two steps do not prove anything.
     """
+    if alone.event["weights_before"] != at[0].event["weights_before"]:
+        raise UserError("not proved: one process begins with other weights")
+    if not alone.samples or sorted(alone.samples) != sorted(_samples(at)):
+        raise UserError("not proved: one process could not be given the samples of all ranks")
+    if any(forward["moved"] for forward in alone.forwards):
+        raise UserError("not proved: random numbers are drawn in forward")
     known: dict[str, tuple[float, float]] = {}
     for name in at[0].gradients:
         expected, seen = alone.reduced(name), at[0].reduced(name)
         owns = [own for step in at if (own := step.gradients.get(name, {}).get("own")) is not None]
-        is_known = len(owns) == len(at) and len(expected) == len(seen) and isfinite(sum(expected) + sum(seen))
+        is_known = len(owns) == len(at) and len(expected) == len(seen) and isfinite(sum(expected))
         if is_known and (any(expected) or any(seen)):
             mean = hypot(*map(sum, zip(*owns, strict=True))) / len(owns)
             used = min(1.0, max(hypot(*expected), hypot(*seen)) / mean) if mean else 1.0
             known[name] = dist(expected, seen), used * max(hypot(*own) for own in owns)
-    least = _NOTHING * max((own for _, own in known.values()), default=0.0)
-    for name, (off, own) in known.items():
-        yield name, off / (max(own, least) or 1.0)
+    if not known:
+        raise UserError("not proved: what its backward passes give is not known")
+    least = _NOTHING * max(own for _, own in known.values())
+    return {name: off / (max(own, least) or 1.0) for name, (off, own) in known.items()}
 
 
 def _moved_otherwise(alone: Step, step: Step, names: Iterable[str]) -> str | None:
@@ -243,17 +223,6 @@ def _schedule_end(one: Run, run: Run) -> Iterator[Finding]:
             return
 
 
-def _not_finite(one: Run, run: Run) -> Iterator[Finding]:
-    """A gradient that is infinite or no number, where that of one rank is none such in the same step."""
-    for step, at in zip(one.ranks[0].steps, run.by_step(), strict=False):
-        for name in step.gradients:
-            found = [isfinite(sum(each.reduced(name))) for each in (step, *at)]
-            if found[0] and not all(found):
-                evidence = f"step {step.number}: the gradient of {name} is not finite on rank {found.index(False) - 1}"
-                yield Finding("not-finite", evidence, run.world, at[0].event["site"])
-                return
-
-
 def _follows_samples(one: Run, run: Run) -> bool:
     """Whether the rate is a function of the samples trained: a step of W ranks is one of W steps on one rank."""
     alone, together = one.ranks[0].steps, list(run.by_step())
@@ -272,7 +241,7 @@ def _alike(rates: Sequence[float], others: Sequence[float]) -> bool:
 
 def _batch(one: Run, run: Run) -> Iterator[Finding]:
     """How many samples the first step has, and which."""
-    alone, together = _first_samples(one), _first_samples(run)
+    alone, together = _samples(next(one.by_step())), _samples(next(run.by_step()))
     if not alone or not together:
         return
     if len(together) != len(alone):

@@ -63,7 +63,7 @@ KINDS: dict[str, Kind] = {
         "reduce each parameter once, also one that has two names: model.parameters() has each once",
     ),
     "not-finite": Kind(
-        "Gradients are not finite, though they are on one rank",
+        "Gradients are not finite, though those of one process with the same samples are",
         "look for a division by what a rank's own samples may have none of, such as tokens that count",
     ),
     "other-gradient": Kind(
@@ -124,6 +124,19 @@ KINDS: dict[str, Kind] = {
         "evaluate every W-th sample from the rank's number on, without padding (Subset), and add up; or take the "
         "padding out again, as Accelerate's gather_for_metrics does",
     ),
+    "evaluates-not-all": Kind(
+        "An evaluation leaves samples out",
+        "let no loader or sampler of an evaluation drop the last batch (drop_last=False)",
+    ),
+    "mean-of-means": Kind(
+        "An evaluation averages means over unlike numbers of elements",
+        "add up sums and numbers of elements over all batches and ranks, and divide once",
+    ),
+    "workers-draw-alike": Kind(
+        "Loader processes draw the same random numbers",
+        "leave the seeds of workers to torch, or add the worker's number and the rank; draw from torch's, random's or "
+        "numpy's own generator, not from one that the data set holds: each worker gets a copy of it",
+    ),
     "resume-weights": Kind(
         "After a resume the weights are others",
         "load the model's state_dict before the first step, also of buffers and EMA weights",
@@ -181,9 +194,9 @@ KINDS: dict[str, Kind] = {
         is_bug=False,
     ),
     "left-out": Kind("The end of an epoch is left out", "nothing, if the order changes with each epoch", is_bug=False),
-    "same-dropout": Kind(
-        "All ranks draw the same random numbers in forward",
-        "torch.manual_seed(seed + rank) after the model is made, if dropout masks shall be independent",
+    "same-random-numbers": Kind(
+        "All ranks draw the same random numbers",
+        "torch.manual_seed(seed + rank) after the model is made, if dropout and augmentation shall be independent",
         is_bug=False,
     ),
     "local-steps": Kind(
