@@ -54,7 +54,7 @@ from ddp_lab.diagnose.recorder import (
     tensors_of,
     wrap,
 )
-from ddp_lab.diagnose.silence import tell_where
+from ddp_lab.diagnose.silence import answer_where
 from ddp_lab.diagnose.union import Batches
 from ddp_lab.diagnose.variables import BATCHES, FOLDER, GIVEN, STEPS, UNTIL, ended_file
 
@@ -77,7 +77,7 @@ _FADED = 1e-6
 
 def install() -> None:
     """Hook into torch, which was just loaded."""
-    tell_where()
+    answer_where()
     atexit.register(lambda: ended_file(Path(os.environ[FOLDER]), os.getpid()).touch())
     batches = None
     if os.environ.get(BATCHES):
