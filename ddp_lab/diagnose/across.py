@@ -10,7 +10,7 @@ from typing import Any
 from ddp_core.base.errors import UserError
 from ddp_lab.diagnose.checks import CLEAR
 from ddp_lab.diagnose.findings import Finding
-from ddp_lab.diagnose.trace import Pass, Run, Step
+from ddp_lab.diagnose.trace import Run, Step
 
 _DRAW_AGAIN = ("WeightedRandomSampler",)
 """Samplers that draw samples more than once on purpose."""
@@ -26,7 +26,6 @@ def with_ranks(one: Run, run: Run) -> Iterator[Finding]:
     """What a run on more ranks does otherwise than the run on one."""
     yield from _settings(one, run)
     yield from _schedule(one, run)
-    yield from _schedule_end(one, run)
     yield from _batch(one, run)
     yield from _epoch(one, run)
 
@@ -69,7 +68,7 @@ def with_one_process(one: Run, run: Run, draws: bool) -> Finding:
             evidence = f"{when}: {moved} moves otherwise than in {which}, whose gradient is the same up to rounding"
             return Finding("other-update", evidence, run.world, where)
         last = alone.number
-        is_same &= all(alone.digests[name] == at[0].digests[name] for name in rounding)
+        is_same &= all(alone.gradients[name]["digest"] == at[0].gradients[name]["digest"] for name in rounding)
         proved = {name: max(off, proved.get(name, 0.0)) for name, off in {**proved, **rounding}.items()}
     how = "to the bit" if is_same else f"up to rounding, {max(proved.values()):.1g} of the ranks' own gradients"
     kept = "random-numbers" if draws else "samples" if is_same else "rounding"
@@ -186,11 +185,11 @@ def _settings(one: Run, run: Run) -> Iterator[Finding]:
 
 
 def _schedule(one: Run, run: Run) -> Iterator[Finding]:
-    """A schedule that moves on W times a step on W ranks; else rates that are others than on one rank."""
+    """A schedule that moves on W times a step on W ranks, or ends as late though epochs are shorter; else its rates."""
     # Before the second step a schedule may have made its first move when it was built, so count from there on.
-    counts = [[len(step.schedules) for step in each.ranks[0].steps[1:]] for each in (one, run)]
-    if all(counts) and set(counts[0]) == {1} and set(counts[1]) == {run.world}:
-        event = run.ranks[0].steps[1].schedules[0]
+    moves = [{len(step.schedules) for step in each.ranks[0].steps[1:]} for each in (one, run)]
+    event = next((each for step in run.ranks[0].steps[1:] for each in step.schedules), {})
+    if moves == [{1}, {run.world}]:
         evidence = f"between steps 1 and 2 {event['kind']} moves {run.world} times on {run.world} ranks, once on one"
         name = "schedule-counts-samples" if _follows_samples(one, run) else "schedule-steps-with-ranks"
         yield Finding(name, evidence, run.world, event["site"])
@@ -200,12 +199,7 @@ def _schedule(one: Run, run: Run) -> Iterator[Finding]:
         if len(here) == len(there) and not _alike(here, there):
             evidence = f"step {step.number}: {here} on one rank, {there} on {run.world}"
             yield Finding("rate-depends-on-ranks", evidence, run.world, other.event["site"])
-            return
-
-
-def _schedule_end(one: Run, run: Run) -> Iterator[Finding]:
-    """A schedule that ends with an epoch of one rank, and after as many steps on more, whose epochs are shorter."""
-    moves = [{len(step.schedules) for step in each.ranks[0].steps[1:]} for each in (one, run)]
+            break
     passes = [each.ranks[0].training_passes() for each in (one, run)]
     if moves != [{1}, {1}] or not all(passes):
         return
@@ -213,13 +207,13 @@ def _schedule_end(one: Run, run: Run) -> Iterator[Finding]:
         (each[0].begin["length"] or 0) // len(some.ranks[0].steps[0].forwards)
         for each, some in zip(passes, (one, run), strict=True)
     ]
-    for end, other in zip(one.ranks[0].schedule_ends, run.ranks[0].schedule_ends, strict=False):
-        if end == other and end and 0 < epochs[1] < epochs[0] >= _LEAST_STEPS and end % epochs[0] == 0:
+    for end, other_end in zip(one.ranks[0].schedule_ends, run.ranks[0].schedule_ends, strict=False):
+        if end == other_end and end and 0 < epochs[1] < epochs[0] >= _LEAST_STEPS and end % epochs[0] == 0:
             evidence = (
                 f"it ends after {end} steps on any number of ranks: {end // epochs[0]} epochs of {epochs[0]} steps on "
                 f"one, {end / epochs[1]:.3g} of {epochs[1]} on {run.world}"
             )
-            yield Finding("schedule-too-long", evidence, run.world, run.ranks[0].steps[1].schedules[0]["site"])
+            yield Finding("schedule-too-long", evidence, run.world, event["site"])
             return
 
 
@@ -255,43 +249,37 @@ def _batch(one: Run, run: Run) -> Iterator[Finding]:
 
 def _epoch(one: Run, run: Run) -> Iterator[Finding]:
     """Samples that an epoch has twice or never, where one rank has each once."""
-    passes = [_first_complete(each.training_passes()) for each in (*one.ranks, *run.ranks)]
-    if any(each is None for each in passes):
+    passes = [each.training_passes()[:1] for each in (*one.ranks, *run.ranks)]
+    if not all(each and each[0].is_complete and each[0].batches for each in passes):
         return
-    alone, *ranks = [each for each in passes if each is not None]
+    alone, *ranks = (each[0] for each in passes)
     if alone.begin["sampler"] in _DRAW_AGAIN:
         return
-    event, padding = ranks[0].begin, -len(alone.rows) % run.world
     # The samples' content tells what is trained twice, also where each rank counts its own part from 0; random
-    # augmentation hides it.
+    # augmentation hides it. What no rank trains on is told by the indices alone.
+    twice, never, ids = [], [], [each.ids for each in (alone, *ranks)]
     if len(set(alone.rows)) == len(alone.rows):
-        again = _more_than_once([each.rows for each in ranks])
-        if len(again) > padding:
-            evidence = f"in the first epoch {len(again)} samples are trained by two ranks, or twice by one"
-            yield Finding("samples-twice-or-never", evidence, run.world, event["site"])
-            return
-    ids, every = alone.ids, [each.ids for each in ranks]
+        twice = _more_than_once([each.rows for each in ranks])
+    padding, where = -len(alone.rows) % run.world, ranks[0].begin["site"]
+    twice = twice if len(twice) > padding else []
+    known = [each for each in ids[1:] if each is not None]
     is_one_data_set = len({each.begin["samples"] for each in (alone, *ranks)}) == 1
-    if ids is None or None in every or not is_one_data_set or len(set(ids)) != len(ids):
-        return
-    known = [each for each in every if each is not None]
-    twice, never = _more_than_once(known), sorted(set(ids).difference(*known))
-    global_batch = sum(len(each.batches[0]["ids"]) for each in ranks)
+    if not twice and ids[0] is not None and len(known) == run.world and is_one_data_set:
+        if len(set(ids[0])) < len(ids[0]):
+            return
+        twice, never = _more_than_once(known), sorted(set(ids[0]).difference(*known))
+    global_batch = sum(len(each.batches[0]["rows"]) for each in ranks)
     if len(twice) > padding or len(never) >= max(global_batch, run.world):
-        evidence = f"of {len(ids)} samples {len(twice)} are trained by two ranks or twice, {len(never)} by none"
-        yield Finding("samples-twice-or-never", evidence, run.world, event["site"])
+        evidence = f"of {len(alone.rows)} samples {len(twice)} are trained by two ranks or twice, {len(never)} by none"
+        yield Finding("samples-twice-or-never", evidence, run.world, where)
     elif twice:
-        yield Finding("padding", f"samples {_some(twice)} come twice in the first epoch", run.world, event["site"])
+        yield Finding("padding", f"samples {_some(twice)} come twice in the first epoch", run.world, where)
     elif never:
-        yield Finding("left-out", f"samples {_some(never)} are not in the first epoch", run.world, event["site"])
+        yield Finding("left-out", f"samples {_some(never)} are not in the first epoch", run.world, where)
 
 
 def _more_than_once(ranks: Sequence[Sequence[Any]]) -> list[Any]:
     return sorted(each for each, count in Counter(each for some in ranks for each in some).items() if count > 1)
-
-
-def _first_complete(passes: Sequence[Pass]) -> Pass | None:
-    return passes[0] if passes and passes[0].is_complete and passes[0].batches else None
 
 
 def _some(numbers: Sequence[int]) -> str:

@@ -7,7 +7,8 @@ an element, differs by more than `CLEAR` where it is named.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import fsum
 
 from ddp_lab.diagnose.findings import Finding
@@ -23,97 +24,65 @@ _FEWEST_SAMPLES = 4
 
 def of_run(run: Run) -> list[Finding]:
     """All findings of a run on two ranks or more."""
-    found = [*samples_of(run), *evaluations(run), *figures(run), *same_numbers(run), *unlike_weights(run), *rates(run)]
+    found = [*samples_of(run), *evaluations(run), *figures(run), *same_numbers(run), *unlike_weights(run)]
     if run.is_sharded:
         return [*found, Finding("sharded", "parameters are DTensors: each rank holds its part", run.world)]
-    apart = list(weights_and_gradients(run))
-    if any(each.name == "rates-differ" for each in found):  # weights drift then, too
-        apart = [each for each in apart if each.name != "weights-drift"]
-    return [*found, *apart, *buffers(run)]
+    return [*found, *replicas(run)]
 
 
-def weights_and_gradients(run: Run) -> Iterator[Finding]:
-    """The first of: weights differ at the start, gradients differ, weights drift. Each follows from the one before."""
+def replicas(run: Run) -> Iterator[Finding]:
+    """What is not the same on all ranks, though it should be; what follows from it is not named beside it."""
     steps = list(run.by_step())
-    begun: set[int] = set()
-    for at in steps:
-        # Each optimizer has weights of its own, before whose first step nothing has moved them.
-        optimizer, before = at[0].event.get("optimizer", 0), [step.event["weights_before"] for step in at]
-        if optimizer not in begun and differing(*before):
-            yield Finding("weights-start-differently", _tensor(at, "weights_before", "before"), run.world)
-            return
-        begun.add(optimizer)
+    # Each optimizer has weights of its own, which nothing has moved before its first step.
+    begins = {at[0].event["optimizer"]: at for at in reversed(steps)}.values()
+    buffers = _first_apart(run, "buffers-drift", steps, "{} when forward begins", "buffers")
+    if starts := _first_apart(run, "weights-start-differently", begins, "{} before it", "weights_before"):
+        yield from [*starts, *buffers]
+        return
+    rates = _first_apart(run, "rates-differ", steps, "the learning rate of {}", "rates")
+    yield from [*rates, *buffers]
     for at in steps:
         clipped = [step.clips[-1]["gradients"] for step in at if step.clips]
-        if len(clipped) == len(at) and (name := first_difference(*clipped)) and not _apart(at):
+        if len(clipped) == len(at) and (name := first_difference(*clipped)) and not _apart(at, "gradients"):
             evidence = f"step {at[0].number}: the gradient of {name} differs between ranks when clipped; later not"
             yield Finding("clipped-before-reduction", evidence, run.world, at[0].clips[-1]["site"])
             break
+    if gradients := _first_apart(run, "gradients-differ", steps, "the gradient of {}", "gradients"):
+        equal = [not _apart(at, "weights") for at in steps]
+        if False in equal and True in equal[equal.index(False) :]:
+            yield Finding("local-steps", f"{gradients[0].evidence}, and weights are equal again later", run.world)
+        else:
+            yield replace(gradients[0], evidence=gradients[0].evidence + _why(steps))
+    elif not rates:  # weights drift then, too
+        yield from _first_apart(run, "weights-drift", steps, "{} after it", "weights")
+
+
+def _first_apart(run: Run, name: str, steps: Iterable[list[Step]], what: str, of: str) -> list[Finding]:
+    """The finding of the first step in which this is not the same on all ranks."""
     for at in steps:
-        if not (apart := _apart(at)):
-            continue
-        if _is_made_equal(steps, at[0].number):
-            evidence = f"step {at[0].number}: {apart[0]} differs, and is equal again later"
-            yield Finding("local-steps", evidence, run.world)
-            return
-        parts = f"{len(apart)} of {len(at[0].gradients)} parameters"
-        yield Finding(
-            "gradients-differ",
-            f"step {at[0].number}: the gradient of {apart[0]} differs between rank 0 and another ({parts}){_why(at)}",
-            run.world,
-            at[0].event["site"],
-        )
-        return
-    for at in steps:
-        if differing(*(step.event["weights"] for step in at)):
-            yield Finding("weights-drift", _tensor(at, "weights", "after"), run.world, at[0].event["site"])
-            return
+        if apart := _apart(at, of):
+            of_all = (
+                f"{len(apart)} of {len(at[0].named(of))} {name.partition('-')[0].replace('gradients', 'parameters')}"
+            )
+            evidence = f"step {at[0].number}: {what.format(apart[0])} differs between rank 0 and another ({of_all})"
+            return [Finding(name, evidence, run.world, at[0].event["site"])]
+    return []
 
 
-def _apart(at: Sequence[Step]) -> list[str]:
-    """The parameters whose gradient is not the same on all ranks."""
-    return differing(*(step.digests for step in at))
+def _apart(at: Sequence[Step], of: str) -> list[str]:
+    values = [step.named(of) for step in at]
+    return differing(*values) if all(values) else []
 
 
-def _why(at: Sequence[Step]) -> str:
+def _why(steps: Sequence[Sequence[Step]]) -> str:
     """What DDP's flag says of gradients that were not reduced."""
+    at = next(at for at in steps if _apart(at, "gradients"))
     flags = [forward["sync"] for forward in at[0].forwards]
     if flags and flags[-1] is False:
         return "; DDP decides in forward whether backward reduces, and in the last forward its sync was off"
     if flags and all(flag is None for flag in flags):
         return "; no model wrapped in DDP was called"
     return ""
-
-
-def _is_made_equal(steps: Sequence[list[Step]], number: int) -> bool:
-    """Whether the weights were different after that step, and equal after a later one."""
-    different = False
-    for at in steps[number - 1 :]:
-        equal = not differing(*(step.event["weights"] for step in at))
-        if different and equal:
-            return True
-        different = different or not equal
-    return False
-
-
-def buffers(run: Run) -> Iterator[Finding]:
-    """Buffers that differ at the beginning of a forward pass, after DDP has made them equal where it does."""
-    for at in run.by_step():
-        for forwards in zip(*(step.forwards for step in at), strict=False):
-            if name := first_difference(*(forward["buffers"] for forward in forwards)):
-                yield Finding("buffers-drift", f"step {at[0].number}: {name} differs when forward begins", run.world)
-                return
-
-
-def rates(run: Run) -> Iterator[Finding]:
-    """Learning rates that differ between ranks in one step."""
-    for at in run.by_step():
-        seen = [step.event["rates"] for step in at]
-        if any(each != seen[0] for each in seen):
-            other = next(rank for rank, each in enumerate(seen) if each != seen[0])
-            evidence = f"step {at[0].number}: {seen[0]} on rank 0, {seen[other]} on rank {other}"
-            yield Finding("rates-differ", evidence, run.world, at[0].event["site"])
-            return
 
 
 def same_numbers(run: Run) -> Iterator[Finding]:
@@ -184,27 +153,27 @@ def evaluations(run: Run) -> Iterator[Finding]:
     for passes in zip(*(rank.evaluated_passes() for rank in run.ranks), strict=False):
         if not all(each.is_complete for each in passes):
             continue
-        ids = [each.ids for each in passes]
-        where = (passes[0].evaluation or {}).get("site")
+        ids, where = [each.ids for each in passes], (passes[0].evaluation or {}).get("site")
         for rank, (each, counted) in enumerate(zip(passes, ids, strict=True)):
-            offered = each.begin["offered"]
-            if counted is not None and offered is not None and len(counted) < offered:
+            if counted is not None and len(counted) < (offered := each.begin["offered"] or 0):
                 evidence = f"rank {rank} evaluates {len(counted)} of the {offered} samples of its loader"
                 yield Finding("evaluates-not-all", evidence, run.world, each.begin["site"])
                 return
+        # Where each rank counts its own part from 0, the content tells apart samples of one number.
+        known = [sorted(zip(each.ids or [0] * len(each.rows), each.rows, strict=False)) for each in passes]
+        if not all(known):
+            continue
         if any(each.is_put_together for each in passes):
-            # Where each rank counts its own part from 0, the content tells apart samples of one number.
-            known = [sorted(zip(each.ids or (), each.rows, strict=False)) for each in passes if each.ids and each.rows]
-            counted_by_all = [each for some in known for each in some]
-            again = len(counted_by_all) - len(set(counted_by_all))
-            is_shared = len(known) == len(passes) and any(each != known[0] for each in known)
-            if is_shared and again and not any(each.is_trimmed for each in passes):
-                evidence = f"ranks evaluate {len(counted_by_all)} samples together, {again} of them a second time"
+            again = len(every := [each for some in known for each in some]) - len(set(every))
+            is_shared = None not in ids and any(each != known[0] for each in known)
+            if again and is_shared and not any(each.is_trimmed for each in passes):
+                evidence = f"ranks evaluate {len(every)} samples together, {again} of them a second time"
                 yield Finding("evaluates-twice", evidence, run.world, where)
                 return
             continue
-        seen = [sorted(each.rows) for each in passes] if None in ids else [sorted(each) for each in ids if each]
-        if all(seen) and any(each != seen[0] for each in seen):
+        # What is drawn for a sample does not make it another, so content counts only where the numbers are unknown.
+        seen = [sorted(each.rows) for each in passes] if None in ids else [sorted(each or ()) for each in ids]
+        if any(each != seen[0] for each in seen):
             counts = ", ".join(str(len(each)) for each in seen)
             evidence = f"ranks evaluate {counts} samples, not the same ones, and then exchange no figure"
             yield Finding("evaluates-a-share", evidence, run.world, where)
@@ -216,41 +185,38 @@ def figures(run: Run) -> Iterator[Finding]:
     for passes in zip(*(rank.evaluated_passes() for rank in run.ranks), strict=False):
         printed = {number for each in passes for number in each.printed}
         for where in dict.fromkeys(each["site"] for each in passes[0].figures):
-            ranks = [[each for each in some.figures if each["site"] == where] for some in passes]
+            ranks = [
+                [(each["value"], each["elements"]) for each in some.figures if each["site"] == where] for some in passes
+            ]
             if not all(ranks):
                 continue
-            rights = [_mean([each for some in ranks for each in some], True), *(_mean(some, True) for some in ranks)]
-            ranks_means = [{"value": right, "elements": 1} for right in rights[1:]]
-            batches_means = [{"value": _mean(some, False), "elements": 1} for some in ranks]
-            for wrong in [
-                *(each["value"] for each in batches_means),
-                _mean(batches_means, True),
-                _mean(ranks_means, True),
-            ]:
-                if number := next((each for each in printed if _prints(each, wrong, rights)), None):
-                    counts = ", ".join(dict.fromkeys(str(each["elements"]) for some in ranks for each in some))
+            every = [each for some in ranks for each in some]
+            rights = [_mean(every), *map(_mean, ranks)]
+            of_batches = [_mean([(value, 1) for value, _ in some]) for some in ranks]
+            wrongs = [*of_batches, *(_mean([(value, 1) for value in some]) for some in (of_batches, rights[1:]))]
+            for number in printed:
+                if not _prints(number, rights) and _prints(number, wrongs):
+                    counts = ", ".join(sorted({str(elements) for _, elements in every}))
                     evidence = (
-                        f"{number} is printed, the mean of the means of batches of {counts} elements; the mean of all "
-                        f"elements is {rights[0]:.6g}"
+                        f"{number} is printed, a mean of means of {counts} elements; the mean of all elements is "
+                        f"{rights[0]:.6g}"
                     )
                     yield Finding("mean-of-means", evidence, run.world, where)
                     return
 
 
-def _mean(found: Sequence[Event], weighted: bool) -> float:
-    weights = [each["elements"] if weighted else 1 for each in found]
-    return fsum(each["value"] * weight for each, weight in zip(found, weights, strict=True)) / sum(weights)
+def _mean(weighted: Sequence[tuple[float, int]]) -> float:
+    return fsum(value * weight for value, weight in weighted) / sum(weight for _, weight in weighted)
 
 
-def _prints(number: str, wrong: float, rights: Sequence[float]) -> bool:
-    """Whether a number is a figure as it is printed, such as in percent, and none of the right ones."""
+def _prints(number: str, figures: Sequence[float]) -> bool:
+    """Whether a number is one of the figures as it is printed, such as in percent."""
     places = len(number.partition(".")[2])
-    for percent in (1, 100):
-        least = 0.51 * 10.0**-places
-        off = [abs(float(number) - percent * each) for each in (wrong, *rights)]
-        if places + (percent == 100) * 2 >= _FEWEST_PLACES and off[0] <= least and min(off[1:]) > least:
-            return True
-    return False
+    return any(
+        places + more >= _FEWEST_PLACES and abs(float(number) - each * 10**more) <= 0.51 * 10.0**-places
+        for each in figures
+        for more in (0, 2)
+    )
 
 
 def unlike_weights(run: Run) -> Iterator[Finding]:
@@ -258,7 +224,8 @@ def unlike_weights(run: Run) -> Iterator[Finding]:
     for at in run.by_step():
         seen: dict[tuple[str, int], list[tuple[int, Event]]] = defaultdict(list)
         for rank, step in enumerate(at):
-            for loss in losses_of(step):
+            # Means of whole tensors, such as an auxiliary part, are the losses only where no loss function is called.
+            for loss in [each for each in step.losses if each["function"] != "mean"] or step.losses:
                 seen[loss["site"], loss["call"]].append((rank, loss))
         for (where, _), losses in seen.items():
             light = min(losses, key=lambda pair: pair[1]["weight"])
@@ -267,12 +234,6 @@ def unlike_weights(run: Run) -> Iterator[Finding]:
                 evidence = f"step {at[0].number}: an element of the loss weighs {_weighs(heavy)}, and {_weighs(light)}"
                 yield Finding("unlike-weights", evidence, run.world, where if where != "?" else None)
                 return
-
-
-def losses_of(step: Step) -> list[Event]:
-    """The step's losses: calls of loss functions, or where there are none, means of whole tensors."""
-    functions = [loss for loss in step.losses if loss["function"] != "mean"]
-    return functions or step.losses
 
 
 def _weighs(found: tuple[int, Event]) -> str:
@@ -286,14 +247,6 @@ def _common_ranks(samples: Sequence[Sequence[str]]) -> set[tuple[int, int]]:
     bags = [sorted(each) for each in samples]
     count = len(bags)
     return {(i, j) for i in range(count) for j in range(i + 1, count) if bags[i] and bags[i] == bags[j]}
-
-
-def _tensor(at: Sequence[Step], what: str, when: str) -> str:
-    """The first tensor that is not the same, and where."""
-    apart = differing(*(step.event[what] for step in at))
-    first = at[0].event[what].get(apart[0])
-    other = next(rank for rank, step in enumerate(at) if step.event[what].get(apart[0]) != first)
-    return f"{when} step {at[0].number}: {apart[0]} differs between ranks 0 and {other} ({len(apart)} tensors)"
 
 
 def _loader_site(run: Run) -> str | None:

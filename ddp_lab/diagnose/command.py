@@ -107,7 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "findings": [_as_json(each) for each in found],
     }
     if options.json:
-        _write(options.json, json.dumps(told, indent=1) + "\n")
+        try:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(told, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {options.json}: {error.strerror}", ExitCode.RESOURCES) from None
     for line in _lines(found, notes):
         print(line)
     print(f"verdict: {verdict}")
@@ -250,14 +254,6 @@ def _as_json(finding: Finding) -> dict[str, Any]:
     kind = finding.kind
     severity = "bug" if kind.is_bug else "by design"
     return asdict(finding) | {"title": kind.title, "severity": severity, "mend": kind.mend, "link": finding.link}
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}", ExitCode.RESOURCES) from None
 
 
 def _count(text: str) -> int:

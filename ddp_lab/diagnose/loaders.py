@@ -21,7 +21,7 @@ class Loaders:
     """The DataLoaders of this process, each with how often it was gone through."""
 
     def __init__(self, recorder: Recorder, batches: Batches | None) -> None:
-        self._recorder, self._of_all = recorder, batches
+        self.recorder, self._of_all = recorder, batches
         self._known: list[_Loader] = []
         self._latest: _Loader | None = None
 
@@ -36,7 +36,7 @@ class Loaders:
             self._known.append(this := _Loader(loader, len(self._known)))
         batches = this.begin(begin)
         sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-        self._recorder.write(
+        self.recorder.write(
             "pass",
             **{"loader": this.number, "pass": this.passes - 1, "length": this.length, "site": site()},
             samples=_length(loader.dataset),
@@ -46,27 +46,10 @@ class Loaders:
         )
         return _Batches(self, batches, this)
 
-    def handed_out(self, this: _Loader, this_pass: int, index: int, ids: Any, loaded: _Loaded) -> Any:
+    def handed_out(self, this: _Loader, this_pass: int, index: int, batch: Any) -> Any:
         """The batch that goes to the script, which is this one but where it gets those of all ranks."""
-        batch = loaded.batch
-        if self._of_all is not None and this_pass == 0:
-            batch = self._of_all.of_loader(this.number, index, batch)
         self._latest = this
-        listed = ids if isinstance(ids, list | tuple) else [ids]
-        known = all(isinstance(each, Integral) for each in listed)
-        self._recorder.write(
-            "batch",
-            **{"loader": this.number, "pass": this_pass, "index": index},
-            ids=[int(each) for each in listed] if known else None,
-            rows=rows(batch),
-            worker=loaded.worker,
-            draws=loaded.draws,
-        )
-        return batch
-
-    def ended(self, this: _Loader, this_pass: int, batches: int) -> None:
-        """A loader has no more batches."""
-        self._recorder.write("end", **{"loader": this.number, "pass": this_pass, "batches": batches})
+        return batch if self._of_all is None or this_pass else self._of_all.of_loader(this.number, index, batch)
 
     def trained(self) -> None:
         """A model is trained on the latest batch."""
@@ -77,7 +60,7 @@ class Loaders:
         """A model that is not trained was called on the latest batch."""
         if (latest := self._latest) is not None and latest.evaluated < latest.passes:
             latest.evaluated = latest.passes
-            self._recorder.write("evaluation", **{"loader": latest.number, "pass": latest.passes - 1, "site": site()})
+            self.recorder.write("evaluation", **{"loader": latest.number, "pass": latest.passes - 1, "site": site()})
 
     def second_pass_comes(self, steps: int, most: int) -> bool:
         """Whether a training loader is to be gone through a second time within so many steps, and was not yet."""
@@ -186,17 +169,25 @@ class _Batches:
         return self
 
     def __next__(self) -> Any:
+        place = {"loader": self._loader.number, "pass": self._pass}
         try:
             loaded = next(self._inner)
         except StopIteration:
             if not self._is_over:
                 self._is_over = True
-                self._loaders.ended(self._loader, self._pass, self._index)
+                self._loaders.recorder.write("end", **place)
             raise
         if not isinstance(loaded, _Loaded):  # a loader of a kind of its own
             loaded = _Loaded(loaded, 0, {})
+        batch = self._loaders.handed_out(self._loader, self._pass, self._index, loaded.batch)
         ids = self._drawn[self._index] if self._index < len(self._drawn) else None
-        batch = self._loaders.handed_out(self._loader, self._pass, self._index, ids, loaded)
+        listed = ids if isinstance(ids, list | tuple) else [ids]
+        known = [int(each) for each in listed if isinstance(each, Integral)]
+        self._loaders.recorder.write(
+            "batch",
+            **{**place, "ids": known if len(known) == len(listed) else None, "rows": rows(batch)},
+            **{"worker": loaded.worker, "draws": loaded.draws},
+        )
         self._index += 1
         return batch
 

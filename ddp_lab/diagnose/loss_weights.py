@@ -33,8 +33,8 @@ class LossWeights:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._calls: Counter[str] = Counter()
-        self._is_inside = False
+        self.calls: Counter[str] = Counter()
+        """By line, how often a loss was computed there since the last backward pass."""
         self.is_evaluating = False
         self.backwards = 0
         """How many backward passes this step has had; the tracer counts them."""
@@ -45,10 +45,6 @@ class LossWeights:
             wrap(functional, name, self._loss)
         wrap(Tensor, "mean", self._mean)
 
-    def new_backward(self) -> None:
-        """A backward pass begins: the calls after it are counted anew."""
-        self._calls.clear()
-
     def _mean(self, function: Callable[..., Tensor], tensor: Tensor, *words: Any, **named: Any) -> Tensor:
         result = function(tensor, *words, **named)
         if not words and not named and tensor.numel() > 1:
@@ -57,16 +53,12 @@ class LossWeights:
 
     def _loss(self, function: Callable[..., Tensor], *words: Any, **named: Any) -> Tensor:
         result = function(*words, **named)
-        # Of elements that have weights of their own, none is an ordinary one; one loss may be made of another.
+        # Of elements that have weights of their own, none is an ordinary one.
         weighted = len(words) > 2 or any(named.get(each) is not None for each in ("weight", "pos_weight"))
-        if self._is_inside or weighted or not isinstance(result, Tensor):
+        if weighted or not isinstance(result, Tensor):
             return result
-        self._is_inside = True
-        try:
-            with torch.no_grad():
-                each = result if result.dim() else function(*words, **{**named, "reduction": "none"})
-        finally:
-            self._is_inside = False
+        with torch.no_grad():
+            each = result if result.dim() else function(*words, **{**named, "reduction": "none"})
         share = 1.0 if result.dim() else float(result.detach().double() / each.double().sum())
         if each.dim() and isfinite(share):
             self._watch(function.__name__, result, int(each.count_nonzero()), share)
@@ -78,8 +70,8 @@ class LossWeights:
             if self.is_evaluating and not result.dim() and 0 < share < 1:
                 self._recorder.write("figure", site=where, value=float(result), elements=round(1 / share))
             return
-        call = self._calls[where]
-        self._calls[where] += 1
+        call = self.calls[where]
+        self.calls[where] += 1
 
         def arrived(gradient: Tensor) -> None:
             count, weights = elements, gradient.detach().double().reshape(-1) * share

@@ -43,7 +43,7 @@ def not_restored(straight: Run, before: Sequence[Run], resumed: Run) -> Iterator
 def _differences(step: Step, other: Step) -> Iterator[tuple[str, str]]:
     """In what two steps differ that should be equal, in the order in which a step makes it: kind and sentence."""
     one, two = step.event, other.event
-    if name := first_difference(one["weights_before"], two["weights_before"]):
+    if name := first_difference(step.event["weights_before"], other.event["weights_before"]):
         yield "weights", f"the weights differ from the start, the first of them {name}"
     if "unknown" not in (one["state"], two["state"]) and one["state"] != two["state"]:
         yield "optimizer", "the optimizer's state is another"
@@ -57,9 +57,9 @@ def _differences(step: Step, other: Step) -> Iterator[tuple[str, str]]:
         for name in forward["moved"]:
             if forward["generators"][name] != beside["generators"].get(name):
                 yield "generators", f"forward draws from {name}, which stands elsewhere"
-    if name := first_difference(step.digests, other.digests):
+    if name := first_difference(step.named("gradients"), other.named("gradients")):
         yield "gradient", f"the same weights and samples give another gradient of {name}"
-    if name := first_difference(one["weights"], two["weights"]):
+    if name := first_difference(step.event["weights"], other.event["weights"]):
         yield "update", f"the same gradients give other weights of {name}"
 
 

@@ -55,11 +55,6 @@ class Script:
     below: Path = Path()
     """Where in that folder it is started."""
 
-    @property
-    def starts_its_ranks(self) -> bool:
-        """Whether its arguments say how many ranks it shall start itself."""
-        return any(RANKS_WORD in word for word in self.arguments)
-
 
 class Runner:
     """Starts the script on some ranks, as `children` in folders of theirs, until `deadline` (of time.monotonic)."""
@@ -155,7 +150,7 @@ class Runner:
         }
         # What torchrun would tell each rank.
         places: list[dict[str, str]] = [{}]
-        if not self._script.starts_its_ranks:
+        if not any(RANKS_WORD in word for word in self._script.arguments):
             here: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "launch_id": "ddp-diagnose"}
             worlds = [World(rank, ranks, rank, ranks, **here) for rank in range(ranks)]
             places = [each.to_environment() for each in worlds]
@@ -176,7 +171,7 @@ class Runner:
         run = read_run(traces, problem)
         run.fault = fault
         if not run.ranks:
-            why = problem or _no_step(logs)
+            why = problem or f"it came to its end without one (it prints: {_last_line(logs[0])})"
             raise NoStep(f"on {in_words(ranks)} no optimizer step was seen: {why}{_without_gpus(why)}", fault)
         if run.world != ranks:
             run.problem = run.problem or f"steps of {run.world} ranks were seen, where {ranks} were asked for"
@@ -252,10 +247,6 @@ def _left_out(folder: str, names: Sequence[str]) -> set[str]:
 def _last_line(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if line.strip()]
     return lines[-1].strip() if lines else "it has printed nothing"
-
-
-def _no_step(logs: Sequence[Path]) -> str:
-    return f"it came to its end without one (it prints: {_last_line(logs[0])})"
 
 
 def _without_gpus(why: str) -> str:

@@ -72,12 +72,9 @@ class Silence:
         # One that waits for something else, such as a download, will yet come.
         if not stands or not all(waits for _, waits in stands.values()):
             return ""
-        told = [f"{self._name(process)} stands in {line}" for process, (line, _) in stands.items() if line]
-        ended = [f"rank {rank} has ended" for process, rank in self._ranks.items() if process not in asked]
-        return "; ".join([*told, *(ended if len(self._ranks) > 1 else [])])
-
-    def _name(self, process: int) -> str:
-        return f"rank {self._ranks[process]}" if len(self._ranks) > 1 else f"process {process}"
+        names = {process: f"rank {rank}" for process, rank in self._ranks.items() if len(self._ranks) > 1}
+        told = [f"{names.get(each, f'process {each}')} stands in {line}" for each, (line, _) in stands.items() if line]
+        return "; ".join([*told, *(f"{name} has ended" for process, name in names.items() if process not in asked)])
 
     def _stands(self, stacks: str) -> tuple[str, bool]:
         """The script's line in these stacks of one process, and whether it waits there for other ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,15 @@ class Step:
         """By parameter: `digest`, `own` and `reduced` elements."""
         return self.event["gradients"]  # type: ignore[no-any-return]
 
-    @property
-    def digests(self) -> dict[str, str]:
-        """By parameter, the digest of the gradient that the optimizer uses."""
-        return {name: each["digest"] for name, each in self.gradients.items()}
+    def named(self, what: str) -> dict[str, Any]:
+        """By name, what should be the same on all ranks: `gradients`, `rates`, `buffers`, `weights` or so `_before`."""
+        if what == "gradients":
+            return {name: each["digest"] for name, each in self.gradients.items()}
+        if what == "rates":
+            return {f"group {number}": rate for number, rate in enumerate(self.event["rates"])}
+        if what == "buffers":  # when a forward pass has begun, after DDP has made them equal where it does
+            return self.forwards[0]["buffers"] if self.forwards else {}
+        return self.event[what]  # type: ignore[no-any-return]
 
     def reduced(self, name: str) -> list[float]:
         """Elements of the gradient that the optimizer uses for a parameter, before clipping; empty where unknown."""
@@ -184,6 +189,7 @@ def _events(file: Path) -> Iterator[Event]:
 def _rank(events: Iterator[Event]) -> Rank:
     rank = Rank(0)
     kept: dict[str, list[Event]] = {name: [] for name in _STEP_EVENTS}
+    passes: dict[tuple[int, int], Pass] = {}
     latest: Pass | None = None
     evaluated: list[Pass] = []
     for event in events:
@@ -203,14 +209,15 @@ def _rank(events: Iterator[Event]) -> Rank:
             rank.schedule_ends = event["ends"]
         elif kind == "pass":
             rank.passes.append(Pass(event))
+            passes[event["loader"], event["pass"]] = rank.passes[-1]
         elif kind in ("batch", "end"):
-            latest = _pass_of(rank.passes, event)
+            latest = passes[event["loader"], event["pass"]]
             if kind == "end":
                 latest.is_complete = True
             else:
                 latest.batches.append(event)
         elif kind == "evaluation" and rank.steps:  # one before the first step only tries whether it runs
-            evaluated.append(_pass_of(rank.passes, event))
+            evaluated.append(passes[event["loader"], event["pass"]])
             evaluated[-1].evaluation = event
         elif kind == "figure" and evaluated:
             evaluated[-1].figures.append(event)
@@ -226,14 +233,6 @@ def _rank(events: Iterator[Event]) -> Rank:
             if latest is not None:
                 latest.is_trained_on = True
     return rank
-
-
-def _pass_of(passes: Sequence[Pass], event: Event) -> Pass:
-    return next(
-        each
-        for each in reversed(passes)
-        if (each.begin["loader"], each.begin["pass"]) == (event["loader"], event["pass"])
-    )
 
 
 def differing(*ranks: Mapping[str, Any]) -> list[str]:

@@ -91,10 +91,8 @@ class Tracer:
     """What is known of this process between two optimizer steps."""
 
     def __init__(self, recorder: Recorder, steps: int, until: str, batches: Batches | None) -> None:
-        self._recorder = recorder
-        self._batches = batches
-        self._wanted = steps
-        self._until = until
+        self._recorder, self._batches = recorder, batches
+        self._wanted, self._until = steps, until
         self._losses = LossWeights(recorder)
         self._steps = 0
         self._is_saved = False
@@ -107,7 +105,6 @@ class Tracer:
         self._before: dict[int, tuple[str, Tensor]] = {}
         """By parameter, its digest and elements before the step: a closure's forward may yet give it its name."""
         self._state = ""
-        self._optimizers: list[Optimizer] = []
         self._stepping: Optimizer | None = None
         self._schedules: dict[int, Any] = {}
         """By its id, each schedule that has moved on."""
@@ -135,8 +132,8 @@ class Tracer:
         wrap(torch.autograd, "backward", self._begin_backward)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             wrap(nn.utils, name, self._clip)
-        for kind in {lr_scheduler.LRScheduler, *_subclasses(lr_scheduler.LRScheduler)}:
-            if "step" in vars(kind):
+        for kind in vars(lr_scheduler).values():
+            if isinstance(kind, type) and "step" in vars(kind):
                 wrap(kind, "step", self._schedule)
         wrap(torch, "save", self._save)
         wrap(torch.amp.GradScaler, "step", self._scale)
@@ -219,7 +216,7 @@ class Tracer:
         # Where the script computes the loss outside of the model, its targets are those of its own batch.
         outside = _comes_from(tensors_of(words[:1]), self._outside, self._inside)
         self._recorder.write("backward", site=site(), outside=outside)
-        self._losses.new_backward()
+        self._losses.calls.clear()
         try:
             return function(*words, **named)
         finally:
@@ -290,13 +287,10 @@ class Tracer:
         self._steps += 1
         closure = len(words) > 1 or named.get("closure") is not None  # the first word is the optimizer itself
         rank, world, is_distributed = place()
-        if not any(each is optimizer for each in self._optimizers):
-            self._optimizers.append(optimizer)
         self._recorder.write(
             "step",
             **{"step": self._steps, "rank": rank, "world": world, "distributed": is_distributed, "site": site()},
-            optimizer=next(number for number, each in enumerate(self._optimizers) if each is optimizer),
-            state=self._state,
+            **{"optimizer": id(optimizer), "state": self._state},
             gradients=self._look_at_gradients(optimizer) if closure else self._gradients,
             weights_before={self._names[number]: found for number, (found, _) in self._before.items()},
             weights={name: digest(each) for name, each in self._parameters(optimizer)},
@@ -360,9 +354,7 @@ class Tracer:
         return found
 
     def _is_enough(self) -> bool:
-        if self._steps < self._wanted:
-            return False
-        if self._until == "saved":
+        if self._steps < self._wanted or self._until == "saved":
             return False
         most = LONGER * self._wanted
         return self._until != "epoch" or self._steps >= most or not self._loaders.second_pass_comes(self._steps, most)
@@ -436,10 +428,3 @@ def _state_digest(optimizer: Optimizer) -> str:
 def _plain(name: str) -> str:
     """The parameter's name without what DDP puts into it."""
     return ".".join(part for part in name.split(".") if part != "module") or name
-
-
-def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
-    each: type[Any]
-    for each in kind.__subclasses__():
-        yield each
-        yield from _subclasses(each)

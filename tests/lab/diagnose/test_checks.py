@@ -26,7 +26,7 @@ def step(number: int = 1, rank: int = 0, world: int = 1, **changes: Any) -> Step
         **{"event": "step", "step": number, "rank": rank, "world": world, "distributed": True, "site": "train.py:9"},
         **{"gradients": {"w": {"digest": f"g{number}", "own": [1.0, 2.0], "reduced": [1.0, 2.0]}}},
         **{"weights_before": {"w": f"w{number - 1}"}, "weights": {"w": f"w{number}"}, "state": f"s{number}"},
-        **{"rates": [0.1], "generators": {}, "seed": 0, "sharded": False, "settings": {}},
+        **{"rates": [0.1], "generators": {}, "seed": 0, "sharded": False, "settings": {}, "optimizer": 0},
     }
     parts = {name: changes.pop(name) for name in ("losses", "clips", "schedules") if name in changes}
     samples = changes.pop("samples", [f"{rank}-{number}-{index}" for index in range(2)])
