@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_lab.diagnose.recorder import Recorder, generators, rows, site, wrap
 from ddp_lab.diagnose.union import Batches
@@ -89,8 +89,8 @@ class _Loader:
     def begin(self, begin: Callable[..., Any]) -> Any:
         """An iterator that draws from the stand-ins."""
         swapped = {self._drawn_by: self.sampler, "worker_init_fn": self.worker.begin, "collate_fn": self.worker.collate}
-        own = {name: vars(self.loader)[name] for name in swapped}
-        vars(self.loader).update(swapped)
+        own = {name: each for name, each in vars(self.loader).items() if name in swapped}
+        vars(self.loader).update({name: swapped[name] for name in own})
         try:
             batches = begin(self.loader)
         finally:
@@ -147,7 +147,8 @@ class _Worker:
 
     def note(self) -> None:
         """Samples are about to be loaded."""
-        self._states = generators(self._dataset)
+        # Workers that go through a stream may draw its order alike, and each takes its part of it.
+        self._states = {} if isinstance(self._dataset, IterableDataset) else generators(self._dataset)
 
     def collate(self, samples: Any) -> _Loaded:
         """They are loaded, and become a batch."""

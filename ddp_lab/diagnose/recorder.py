@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from hashlib import blake2b
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, TextIO
 
 import numpy as np
@@ -157,6 +157,6 @@ def _held(holder: Any, name: str, depth: int) -> Iterator[tuple[str, str]]:
     elif isinstance(holder, list | tuple) and len(holder) <= _FEW:
         for index, each in enumerate(holder):
             yield from _held(each, f"{name}[{index}]", depth)
-    elif depth and not isinstance(holder, type | Tensor):
+    elif depth and not isinstance(holder, type | ModuleType | Tensor):
         for key, each in list(getattr(holder, "__dict__", {}).items()):
             yield from _held(each, f"{name}'s {key}" if depth == 3 else f"{name}.{key}", depth - 1)
