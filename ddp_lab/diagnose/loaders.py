@@ -40,7 +40,7 @@ class Loaders:
             "pass",
             **{"loader": this.number, "pass": this.passes - 1, "length": this.length, "site": site()},
             samples=_length(loader.dataset),
-            offered=_length(sampler),
+            offered=_length(sampler) if loader.drop_last else None,
             sampler=type(sampler).__name__,
             shuffles=getattr(sampler, "shuffle", type(sampler).__name__ == "RandomSampler"),
         )
