@@ -37,14 +37,16 @@ def with_one_process(one: Run, run: Run, draws: bool) -> Finding:
     is proved of the first step; later ones are looked at until nothing is proved of one.
     """
     proved: dict[str, float] = {}
-    which, last, is_same = f"one process with the same weights and the samples of all {run.world} ranks", 0, True
+    which, rest = f"one process with the same weights and the samples of all {run.world} ranks", ""
+    last, is_same = 0, True
     for alone, at in zip(one.ranks[0].steps, run.by_step(), strict=False):
         try:
             rounding = _rounding(alone, at)
-        except UserError:
-            if proved:
-                break
-            raise
+        except UserError as error:
+            if not proved:
+                raise
+            rest = f"; step {alone.number} is {error}"
+            break
         where, when = at[0].event["site"], f"step {alone.number}"
         for name in rounding:
             if not isfinite(sum(at[0].reduced(name))):
@@ -76,7 +78,7 @@ def with_one_process(one: Run, run: Run, draws: bool) -> Finding:
     if any(name.endswith("running_var") for forward in one.ranks[0].steps[0].forwards for name in forward["buffers"]):
         without += ", with batch norm's running statistics,"
     when = "step 1" if last == 1 else f"steps 1 to {last}"
-    evidence = f"{when}: the gradient{without} is that of {which} {how} ({len(proved)} parameters)"
+    evidence = f"{when}: the gradient{without} is that of {which} {how} ({len(proved)} parameters){rest}"
     return Finding(f"remains-{kept}", evidence, run.world)
 
 
@@ -118,7 +120,9 @@ def _rounding(alone: Step, at: Sequence[Step]) -> dict[str, float]:
     """
     if alone.event["weights_before"] != at[0].event["weights_before"]:
         raise UserError("not proved: one process begins with other weights")
-    if not alone.samples or sorted(alone.samples) != sorted(_samples(at)):
+    # A later step may have none, such as one whose model is called with what another one has made.
+    is_given = not any(each["outside"] for each in alone.backwards) and (alone.samples or alone.number > 1)
+    if not is_given or sorted(alone.samples) != sorted(_samples(at)):
         raise UserError("not proved: one process could not be given the samples of all ranks")
     if any(forward["moved"] for forward in alone.forwards):
         raise UserError("not proved: random numbers are drawn in forward")

@@ -28,11 +28,11 @@ import os
 import re
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ class Tracer:
         self._recorder, self._batches = recorder, batches
         self._wanted, self._until = steps, until
         self._losses = LossWeights(recorder)
-        self._steps = 0
+        self._steps = self._made_before = 0
         self._is_saved = False
         self._names: dict[int, str] = {}
         self._hooked: set[int] = set()
@@ -110,7 +110,7 @@ class Tracer:
         """By its id, each schedule that has moved on."""
         self._is_in_schedule = False
         self._made: list[Tensor] = []
-        """What models have made since the last step: where one is called with it, that is no sample."""
+        """What models have made since the step before the last: where one is called with it, that is no sample."""
         self._outside: list[Any] = []
         """Nodes of autograd that have made it, by a model that was called with another batch than the script has."""
         self._inside: list[Any] = []
@@ -233,8 +233,9 @@ class Tracer:
 
     def _exchange(self, function: Callable[..., Any], *words: Any, **named: Any) -> Any:
         if self._losses.is_evaluating:
+            callers = [frame.f_code.co_name for frame, _ in traceback.walk_stack(None)]
             # Accelerate takes out of the last batch what its loader had put into it twice.
-            self._recorder.write("exchange", trims=_is_called_by("gather_for_metrics"))
+            self._recorder.write("exchange", trims="gather_for_metrics" in callers)
         elif torch.is_grad_enabled() and any(each.requires_grad for each in tensors_of([*words, named])):
             self._recorder.write("unseen", site=site())
         return function(*words, **named)
@@ -309,7 +310,9 @@ class Tracer:
         if self._batches is not None:
             self._batches.after_step(self._steps, dict(self._parameters(optimizer)))
         self._scaler = None
-        for kept in (self._own, self._kept, self._unclipped, self._made, self._outside, self._inside):
+        del self._made[: self._made_before]
+        self._made_before = len(self._made)
+        for kept in (self._own, self._kept, self._unclipped, self._outside, self._inside):
             kept.clear()
         self._losses.backwards = 0
         if self._is_enough():
@@ -409,13 +412,6 @@ def _end(schedule: Any) -> int:
     if not 0 < end < _LONGEST_SCHEDULE - 1 or rates[end - 1] <= 2 * nothing:
         return 0
     return moves + end + is_over  # OneCycleLR is over with its lowest rate: one move more is an error
-
-
-def _is_called_by(function: str) -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != function:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _state_digest(optimizer: Optimizer) -> str:
