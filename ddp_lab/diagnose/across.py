@@ -10,7 +10,7 @@ from typing import Any
 from ddp_core.base.errors import UserError
 from ddp_lab.diagnose.checks import CLEAR
 from ddp_lab.diagnose.findings import Finding
-from ddp_lab.diagnose.trace import Pass, Run, Step
+from ddp_lab.diagnose.trace import Run, Step
 
 _DRAW_AGAIN = ("WeightedRandomSampler",)
 """Samplers that draw samples more than once on purpose."""
@@ -22,90 +22,63 @@ _NOTHING = 1e-3
 """A difference is measured against this part of the largest gradient at least: smaller ones may be rounding alone."""
 
 
-def not_repeatable(one: Run, again: Run) -> Iterator[Finding]:
-    """What differs first between two runs that should be equal."""
-    for at, (step, other) in enumerate(zip(one.ranks[0].steps, again.ranks[0].steps, strict=False), start=1):
-        if what := _first_of_step(step, other):
-            name = "not-repeatable" if one.ranks[0].is_seeded else "no-seed"
-            yield Finding(name, f"step {at}: {what}", one.world, step.event["site"])
-            return
-
-
-def _first_of_step(step: Step, other: Step) -> str | None:
-    """The first thing in which two equal steps differ, in the order in which a step makes them."""
-    before, before_other = step.event["weights_before"], other.event["weights_before"]
-    if step.number == 1 and before != before_other:
-        return f"the weights differ from the start, the first of them {first_difference(before, before_other)}"
-    if step.samples != other.samples:
-        return "other samples, or the same ones otherwise augmented"
-    for forward, forward_other in zip(step.forwards, other.forwards, strict=False):
-        for generator in forward["moved"]:
-            if forward["generators"][generator] != forward_other["generators"].get(generator):
-                return f"forward draws from {generator}, which stands elsewhere"
-    digests = [{name: each["digest"] for name, each in each_step.gradients.items()} for each_step in (step, other)]
-    if digests[0] != digests[1]:
-        return f"the same weights and samples give another gradient of {first_difference(*digests)}"
-    if name := first_difference(step.event["weights"], other.event["weights"]):
-        return f"the same gradients give other weights of {name}"
-    return None
-
-
-def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """The first name with another digest; None where all are the same."""
-    return next((name for name in (*one, *other) if one.get(name) != other.get(name)), None)
-
-
 def with_ranks(one: Run, run: Run) -> Iterator[Finding]:
     """What a run on more ranks does otherwise than the run on one."""
     yield from _settings(one, run)
-    yield from _not_finite(one, run)
     yield from _schedule(one, run)
-    yield from _schedule_end(one, run)
     yield from _batch(one, run)
     yield from _epoch(one, run)
 
 
 def with_one_process(one: Run, run: Run, draws: bool) -> Finding:
-    """What the ranks' first step has otherwise than that of one process with all of their samples; else what remains.
+    """What the ranks' steps have otherwise than those of one process with all of their samples; else what remains.
 
     `draws` says whether its forward passes draw random numbers, but for these two runs. Raises UserError where nothing
-    is proved.
+    is proved of the first step; later ones are looked at until nothing is proved of one.
     """
-    alone, at = one.ranks[0].steps[0], next(run.by_step())
-    if alone.event["weights_before"] != at[0].event["weights_before"]:
-        raise UserError("not proved: one process begins with other weights")
-    if not alone.samples or not has_samples_of(one, run):
-        raise UserError("not proved: one process could not be given the samples of all ranks")
-    if any(forward["moved"] for forward in alone.forwards):
-        raise UserError("not proved: random numbers are drawn in forward")
-    if not (rounding := dict(_rounding(alone, at))):
-        raise UserError("not proved: what its backward passes give is not known")
-    factors = {
-        name: multiple(alone.reduced(name), at[0].reduced(name)) for name, off in rounding.items() if off > CLEAR
-    }
-    others = {name: factor for name, factor in factors.items() if factor is None or abs(factor - 1) > CLEAR}
-    if others and (doubt := _doubt(alone, at)):
-        raise UserError(f"not proved: the gradient is another, and {doubt}")
-    which, where = f"one process with the same weights and the samples of all {run.world} ranks", at[0].event["site"]
-    if others:
-        unseen = next((each["site"] for step in at for each in step.unseen), None)
-        kind = "exchange-without-gradient" if unseen else _kind_of(others, len(rounding), run.world)
-        name, factor = next(iter(others.items()))
-        how = f"{factor:.3g} times" if factor else "no multiple of"
-        evidence = (
-            f"step 1: the gradient of {name} is {how} that of {which} ({len(others)} of {len(rounding)} parameters)"
-        )
-        return Finding(kind, evidence, run.world, unseen or where)
-    if moved := _moved_otherwise(alone, at[0], rounding):
-        evidence = f"step 1: {moved} moves otherwise than in {which}, whose gradient is the same up to rounding"
-        return Finding("other-update", evidence, run.world, where)
-    is_same = all(alone.gradients[name]["digest"] == at[0].gradients[name]["digest"] for name in rounding)
-    how = "to the bit" if is_same else f"up to rounding, {max(rounding.values()):.1g} of the ranks' own gradients"
+    proved: dict[str, float] = {}
+    which, rest = f"one process with the same weights and the samples of all {run.world} ranks", ""
+    last, is_same = 0, True
+    for alone, at in zip(one.ranks[0].steps, run.by_step(), strict=False):
+        try:
+            rounding = _rounding(alone, at)
+        except UserError as error:
+            if not proved:
+                raise
+            rest = f"; step {alone.number} is {error}"
+            break
+        where, when = at[0].event["site"], f"step {alone.number}"
+        for name in rounding:
+            if not isfinite(sum(at[0].reduced(name))):
+                evidence = f"{when}: the gradient of {name} is not finite, and that of {which} is"
+                return Finding("not-finite", evidence, run.world, where)
+        factors = {
+            name: multiple(alone.reduced(name), at[0].reduced(name)) for name, off in rounding.items() if off > CLEAR
+        }
+        others = {name: factor for name, factor in factors.items() if factor is None or abs(factor - 1) > CLEAR}
+        if others and (doubt := _doubt(alone, at)):
+            raise UserError(f"not proved: the gradient is another, and {doubt}")
+        if others:
+            unseen = next((each["site"] for step in at for each in step.unseen), None)
+            kind = "exchange-without-gradient" if unseen else _kind_of(others, len(rounding), run.world)
+            name, factor = next(iter(others.items()))
+            how = f"{factor:.3g} times" if factor else "no multiple of"
+            of_all = f"({len(others)} of {len(rounding)} parameters)"
+            evidence = f"{when}: the gradient of {name} is {how} that of {which} {of_all}"
+            return Finding(kind, evidence, run.world, unseen or where)
+        if moved := _moved_otherwise(alone, at[0], rounding):
+            evidence = f"{when}: {moved} moves otherwise than in {which}, whose gradient is the same up to rounding"
+            return Finding("other-update", evidence, run.world, where)
+        last = alone.number
+        is_same &= all(alone.gradients[name]["digest"] == at[0].gradients[name]["digest"] for name in rounding)
+        proved = {name: max(off, proved.get(name, 0.0)) for name, off in {**proved, **rounding}.items()}
+    how = "to the bit" if is_same else f"up to rounding, {max(proved.values()):.1g} of the ranks' own gradients"
     kept = "random-numbers" if draws else "samples" if is_same else "rounding"
     without = " without dropout" * draws
-    if any(name.endswith("running_var") for forward in alone.forwards for name in forward["buffers"]):
+    if any(name.endswith("running_var") for forward in one.ranks[0].steps[0].forwards for name in forward["buffers"]):
         without += ", with batch norm's running statistics,"
-    evidence = f"step 1: the gradient{without} is that of {which} {how} ({len(rounding)} parameters)"
+    when = "step 1" if last == 1 else f"steps 1 to {last}"
+    evidence = f"{when}: the gradient{without} is that of {which} {how} ({len(proved)} parameters){rest}"
     return Finding(f"remains-{kept}", evidence, run.world)
 
 
@@ -119,7 +92,7 @@ def _kind_of(factors: Mapping[str, float | None], parameters: int, ranks: int) -
 
 def has_samples_of(one: Run, run: Run) -> bool:
     """Whether the first step on one rank has the samples of all ranks' first step anyway."""
-    return sorted(_first_samples(one)) == sorted(_first_samples(run))
+    return sorted(_samples(next(one.by_step()))) == sorted(_samples(next(run.by_step())))
 
 
 def _doubt(alone: Step, at: Sequence[Step]) -> str:
@@ -133,29 +106,39 @@ def _doubt(alone: Step, at: Sequence[Step]) -> str:
     return ""
 
 
-def _first_samples(run: Run) -> list[str]:
-    return [sample for step in next(run.by_step()) for sample in step.samples]
+def _samples(at: Sequence[Step]) -> list[str]:
+    return [sample for step in at for sample in step.samples]
 
 
-def _rounding(alone: Step, at: Sequence[Step]) -> Iterator[tuple[str, float]]:
+def _rounding(alone: Step, at: Sequence[Step]) -> dict[str, float]:
     """By parameter, how far the ranks' gradient and one process's are apart, as a part of the ranks' own gradients.
 
     Sums of numbers that cancel each other are rounded as the numbers are; own gradients are taken as the optimizer
     gets them, such as without a scaler's factor. A gradient that is nothing beside the largest, as that of the bias of
-    keys in attention, may be rounding alone. Parameters are left out whose gradients are unknown, zero, or not finite.
+    keys in attention, may be rounding alone. Parameters are left out whose gradients are unknown, zero, or not finite
+    in one process. Raises UserError where the two steps do not prove anything.
     """
+    if alone.event["weights_before"] != at[0].event["weights_before"]:
+        raise UserError("not proved: one process begins with other weights")
+    # A later step may have none, such as one whose model is called with what another one has made.
+    is_given = not any(each["outside"] for each in alone.backwards) and (alone.samples or alone.number > 1)
+    if not is_given or sorted(alone.samples) != sorted(_samples(at)):
+        raise UserError("not proved: one process could not be given the samples of all ranks")
+    if any(forward["moved"] for forward in alone.forwards):
+        raise UserError("not proved: random numbers are drawn in forward")
     known: dict[str, tuple[float, float]] = {}
     for name in at[0].gradients:
         expected, seen = alone.reduced(name), at[0].reduced(name)
         owns = [own for step in at if (own := step.gradients.get(name, {}).get("own")) is not None]
-        is_known = len(owns) == len(at) and len(expected) == len(seen) and isfinite(sum(expected) + sum(seen))
+        is_known = len(owns) == len(at) and len(expected) == len(seen) and isfinite(sum(expected))
         if is_known and (any(expected) or any(seen)):
             mean = hypot(*map(sum, zip(*owns, strict=True))) / len(owns)
             used = min(1.0, max(hypot(*expected), hypot(*seen)) / mean) if mean else 1.0
             known[name] = dist(expected, seen), used * max(hypot(*own) for own in owns)
-    least = _NOTHING * max((own for _, own in known.values()), default=0.0)
-    for name, (off, own) in known.items():
-        yield name, off / (max(own, least) or 1.0)
+    if not known:
+        raise UserError("not proved: what its backward passes give is not known")
+    least = _NOTHING * max(own for _, own in known.values())
+    return {name: off / (max(own, least) or 1.0) for name, (off, own) in known.items()}
 
 
 def _moved_otherwise(alone: Step, step: Step, names: Iterable[str]) -> str | None:
@@ -206,11 +189,11 @@ def _settings(one: Run, run: Run) -> Iterator[Finding]:
 
 
 def _schedule(one: Run, run: Run) -> Iterator[Finding]:
-    """A schedule that moves on W times a step on W ranks; else rates that are others than on one rank."""
+    """A schedule that moves on W times a step on W ranks, or ends as late though epochs are shorter; else its rates."""
     # Before the second step a schedule may have made its first move when it was built, so count from there on.
-    counts = [[len(step.schedules) for step in each.ranks[0].steps[1:]] for each in (one, run)]
-    if all(counts) and set(counts[0]) == {1} and set(counts[1]) == {run.world}:
-        event = run.ranks[0].steps[1].schedules[0]
+    moves = [{len(step.schedules) for step in each.ranks[0].steps[1:]} for each in (one, run)]
+    event = next((each for step in run.ranks[0].steps[1:] for each in step.schedules), {})
+    if moves == [{1}, {run.world}]:
         evidence = f"between steps 1 and 2 {event['kind']} moves {run.world} times on {run.world} ranks, once on one"
         name = "schedule-counts-samples" if _follows_samples(one, run) else "schedule-steps-with-ranks"
         yield Finding(name, evidence, run.world, event["site"])
@@ -220,12 +203,7 @@ def _schedule(one: Run, run: Run) -> Iterator[Finding]:
         if len(here) == len(there) and not _alike(here, there):
             evidence = f"step {step.number}: {here} on one rank, {there} on {run.world}"
             yield Finding("rate-depends-on-ranks", evidence, run.world, other.event["site"])
-            return
-
-
-def _schedule_end(one: Run, run: Run) -> Iterator[Finding]:
-    """A schedule that ends with an epoch of one rank, and after as many steps on more, whose epochs are shorter."""
-    moves = [{len(step.schedules) for step in each.ranks[0].steps[1:]} for each in (one, run)]
+            break
     passes = [each.ranks[0].training_passes() for each in (one, run)]
     if moves != [{1}, {1}] or not all(passes):
         return
@@ -233,25 +211,14 @@ def _schedule_end(one: Run, run: Run) -> Iterator[Finding]:
         (each[0].begin["length"] or 0) // len(some.ranks[0].steps[0].forwards)
         for each, some in zip(passes, (one, run), strict=True)
     ]
-    for end, other in zip(one.ranks[0].schedule_ends, run.ranks[0].schedule_ends, strict=False):
-        if end == other and end and 0 < epochs[1] < epochs[0] >= _LEAST_STEPS and end % epochs[0] == 0:
+    for end, other_end in zip(one.ranks[0].schedule_ends, run.ranks[0].schedule_ends, strict=False):
+        if end == other_end and end and 0 < epochs[1] < epochs[0] >= _LEAST_STEPS and end % epochs[0] == 0:
             evidence = (
                 f"it ends after {end} steps on any number of ranks: {end // epochs[0]} epochs of {epochs[0]} steps on "
                 f"one, {end / epochs[1]:.3g} of {epochs[1]} on {run.world}"
             )
-            yield Finding("schedule-too-long", evidence, run.world, run.ranks[0].steps[1].schedules[0]["site"])
+            yield Finding("schedule-too-long", evidence, run.world, event["site"])
             return
-
-
-def _not_finite(one: Run, run: Run) -> Iterator[Finding]:
-    """A gradient that is infinite or no number, where that of one rank is none such in the same step."""
-    for step, at in zip(one.ranks[0].steps, run.by_step(), strict=False):
-        for name in step.gradients:
-            found = [isfinite(sum(each.reduced(name))) for each in (step, *at)]
-            if found[0] and not all(found):
-                evidence = f"step {step.number}: the gradient of {name} is not finite on rank {found.index(False) - 1}"
-                yield Finding("not-finite", evidence, run.world, at[0].event["site"])
-                return
 
 
 def _follows_samples(one: Run, run: Run) -> bool:
@@ -272,7 +239,7 @@ def _alike(rates: Sequence[float], others: Sequence[float]) -> bool:
 
 def _batch(one: Run, run: Run) -> Iterator[Finding]:
     """How many samples the first step has, and which."""
-    alone, together = _first_samples(one), _first_samples(run)
+    alone, together = _samples(next(one.by_step())), _samples(next(run.by_step()))
     if not alone or not together:
         return
     if len(together) != len(alone):
@@ -286,43 +253,37 @@ def _batch(one: Run, run: Run) -> Iterator[Finding]:
 
 def _epoch(one: Run, run: Run) -> Iterator[Finding]:
     """Samples that an epoch has twice or never, where one rank has each once."""
-    passes = [_first_complete(each.training_passes()) for each in (*one.ranks, *run.ranks)]
-    if any(each is None for each in passes):
+    passes = [each.training_passes()[:1] for each in (*one.ranks, *run.ranks)]
+    if not all(each and each[0].is_complete and each[0].batches for each in passes):
         return
-    alone, *ranks = [each for each in passes if each is not None]
+    alone, *ranks = (each[0] for each in passes)
     if alone.begin["sampler"] in _DRAW_AGAIN:
         return
-    event, padding = ranks[0].begin, -len(alone.rows) % run.world
     # The samples' content tells what is trained twice, also where each rank counts its own part from 0; random
-    # augmentation hides it.
+    # augmentation hides it. What no rank trains on is told by the indices alone.
+    twice, never, ids = [], [], [each.ids for each in (alone, *ranks)]
     if len(set(alone.rows)) == len(alone.rows):
-        again = _more_than_once([each.rows for each in ranks])
-        if len(again) > padding:
-            evidence = f"in the first epoch {len(again)} samples are trained by two ranks, or twice by one"
-            yield Finding("samples-twice-or-never", evidence, run.world, event["site"])
-            return
-    ids, every = alone.ids, [each.ids for each in ranks]
+        twice = _more_than_once([each.rows for each in ranks])
+    padding, where = -len(alone.rows) % run.world, ranks[0].begin["site"]
+    twice = twice if len(twice) > padding else []
+    known = [each for each in ids[1:] if each is not None]
     is_one_data_set = len({each.begin["samples"] for each in (alone, *ranks)}) == 1
-    if ids is None or None in every or not is_one_data_set or len(set(ids)) != len(ids):
-        return
-    known = [each for each in every if each is not None]
-    twice, never = _more_than_once(known), sorted(set(ids).difference(*known))
-    global_batch = sum(len(each.batches[0]["ids"]) for each in ranks)
+    if not twice and ids[0] is not None and len(known) == run.world and is_one_data_set:
+        if len(set(ids[0])) < len(ids[0]):
+            return
+        twice, never = _more_than_once(known), sorted(set(ids[0]).difference(*known))
+    global_batch = sum(len(each.batches[0]["rows"]) for each in ranks)
     if len(twice) > padding or len(never) >= max(global_batch, run.world):
-        evidence = f"of {len(ids)} samples {len(twice)} are trained by two ranks or twice, {len(never)} by none"
-        yield Finding("samples-twice-or-never", evidence, run.world, event["site"])
+        evidence = f"of {len(alone.rows)} samples {len(twice)} are trained by two ranks or twice, {len(never)} by none"
+        yield Finding("samples-twice-or-never", evidence, run.world, where)
     elif twice:
-        yield Finding("padding", f"samples {_some(twice)} come twice in the first epoch", run.world, event["site"])
+        yield Finding("padding", f"samples {_some(twice)} come twice in the first epoch", run.world, where)
     elif never:
-        yield Finding("left-out", f"samples {_some(never)} are not in the first epoch", run.world, event["site"])
+        yield Finding("left-out", f"samples {_some(never)} are not in the first epoch", run.world, where)
 
 
 def _more_than_once(ranks: Sequence[Sequence[Any]]) -> list[Any]:
     return sorted(each for each, count in Counter(each for some in ranks for each in some).items() if count > 1)
-
-
-def _first_complete(passes: Sequence[Pass]) -> Pass | None:
-    return passes[0] if passes and passes[0].is_complete and passes[0].batches else None
 
 
 def _some(numbers: Sequence[int]) -> str:

@@ -7,75 +7,76 @@ an element, differs by more than `CLEAR` where it is named.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import fsum
 
 from ddp_lab.diagnose.findings import Finding
-from ddp_lab.diagnose.trace import Event, Pass, Rank, Run, Step
+from ddp_lab.diagnose.trace import Event, Pass, Run, Step, differing, first_difference
 
 CLEAR = 0.02
 """Rounding in float32 or bfloat16 moves the weight of an element by less: a part of 0.004 at most."""
+_FEWEST_PLACES = 3
+"""A number of so many decimal places at least is no figure by chance."""
 _FEWEST_SAMPLES = 4
 """So many samples at least must repeat before it is said that they do: fewer may do so by chance."""
 
 
 def of_run(run: Run) -> list[Finding]:
     """All findings of a run on two ranks or more."""
-    found = [*samples_of(run), *evaluations(run), *same_dropout(run), *unlike_weights(run), *rates(run)]
+    found = [*samples_of(run), *evaluations(run), *figures(run), *same_numbers(run), *unlike_weights(run)]
     if run.is_sharded:
         return [*found, Finding("sharded", "parameters are DTensors: each rank holds its part", run.world)]
-    differing = list(weights_and_gradients(run))
-    if any(each.name == "rates-differ" for each in found):  # weights drift then, too
-        differing = [each for each in differing if each.name != "weights-drift"]
-    return [*found, *differing, *buffers(run)]
+    return [*found, *replicas(run)]
 
 
-def weights_and_gradients(run: Run) -> Iterator[Finding]:
-    """The first of: weights differ at the start, gradients differ, weights drift. Each follows from the one before."""
+def replicas(run: Run) -> Iterator[Finding]:
+    """What is not the same on all ranks, though it should be; what follows from it is not named beside it."""
     steps = list(run.by_step())
-    first = steps[0]
-    if name := _first_difference([step.event["weights_before"] for step in first]):
-        yield Finding("weights-start-differently", _tensor(first, name, "weights_before"), run.world)
+    # Each optimizer has weights of its own, which nothing has moved before its first step.
+    begins = {at[0].event["optimizer"]: at for at in reversed(steps)}.values()
+    buffers = _first_apart(run, "buffers-drift", steps, "{} when forward begins", "buffers")
+    if starts := _first_apart(run, "weights-start-differently", begins, "{} before it", "weights_before"):
+        yield from [*starts, *buffers]
         return
-    clipped = _clipped_before(run, steps)
-    if clipped is not None:
-        yield clipped
+    rates = _first_apart(run, "rates-differ", steps, "the learning rate of {}", "rates")
+    yield from [*rates, *buffers]
     for at in steps:
-        digests = [{name: each["digest"] for name, each in step.gradients.items()} for step in at]
-        if (name := _first_difference(digests)) is None:
-            continue
-        if _is_made_equal(steps, at[0].number):
-            yield Finding("local-steps", f"step {at[0].number}: {name} differs, and is equal again later", run.world)
-            return
-        differing = _differing(digests)
-        parts = f"{len(differing)} of {len(digests[0])} parameters"
-        yield Finding(
-            "gradients-differ",
-            f"step {at[0].number}: the gradient of {name} differs between rank 0 and another ({parts}){_why(at)}",
-            run.world,
-            at[0].event["site"],
-        )
-        return
-    for at in steps:
-        if name := _first_difference([step.event["weights"] for step in at]):
-            yield Finding("weights-drift", _tensor(at, name, "weights"), run.world, at[0].event["site"])
-            return
-
-
-def _clipped_before(run: Run, steps: Sequence[list[Step]]) -> Finding | None:
-    for at in steps:
-        if not all(step.clips for step in at):
-            continue
-        clipped = [step.clips[-1]["gradients"] for step in at]
-        stepped = [{name: each["digest"] for name, each in step.gradients.items()} for step in at]
-        name = _first_difference(clipped)
-        if name is not None and _first_difference(stepped) is None:
+        clipped = [step.clips[-1]["gradients"] for step in at if step.clips]
+        if len(clipped) == len(at) and (name := first_difference(*clipped)) and not _apart(at, "gradients"):
             evidence = f"step {at[0].number}: the gradient of {name} differs between ranks when clipped; later not"
-            return Finding("clipped-before-reduction", evidence, run.world, at[0].clips[-1]["site"])
-    return None
+            yield Finding("clipped-before-reduction", evidence, run.world, at[0].clips[-1]["site"])
+            break
+    if gradients := _first_apart(run, "gradients-differ", steps, "the gradient of {}", "gradients"):
+        equal = [not _apart(at, "weights") for at in steps]
+        if False in equal and True in equal[equal.index(False) :]:
+            yield Finding("local-steps", f"{gradients[0].evidence}, and weights are equal again later", run.world)
+        else:
+            yield replace(gradients[0], evidence=gradients[0].evidence + _why(steps))
+    elif not rates:  # weights drift then, too
+        yield from _first_apart(run, "weights-drift", steps, "{} after it", "weights")
 
 
-def _why(at: Sequence[Step]) -> str:
+def _first_apart(run: Run, name: str, steps: Iterable[list[Step]], what: str, of: str) -> list[Finding]:
+    """The finding of the first step in which this is not the same on all ranks."""
+    for at in steps:
+        if apart := _apart(at, of):
+            of_all = (
+                f"{len(apart)} of {len(at[0].named(of))} {name.partition('-')[0].replace('gradients', 'parameters')}"
+            )
+            evidence = f"step {at[0].number}: {what.format(apart[0])} differs between rank 0 and another ({of_all})"
+            return [Finding(name, evidence, run.world, at[0].event["site"])]
+    return []
+
+
+def _apart(at: Sequence[Step], of: str) -> list[str]:
+    values = [step.named(of) for step in at]
+    return differing(*values) if all(values) else []
+
+
+def _why(steps: Sequence[Sequence[Step]]) -> str:
     """What DDP's flag says of gradients that were not reduced."""
+    at = next(at for at in steps if _apart(at, "gradients"))
     flags = [forward["sync"] for forward in at[0].forwards]
     if flags and flags[-1] is False:
         return "; DDP decides in forward whether backward reduces, and in the last forward its sync was off"
@@ -84,49 +85,35 @@ def _why(at: Sequence[Step]) -> str:
     return ""
 
 
-def _is_made_equal(steps: Sequence[list[Step]], number: int) -> bool:
-    """Whether the weights were different after that step, and equal after a later one."""
-    different = False
-    for at in steps[number - 1 :]:
-        equal = _first_difference([step.event["weights"] for step in at]) is None
-        if different and equal:
-            return True
-        different = different or not equal
-    return False
-
-
-def buffers(run: Run) -> Iterator[Finding]:
-    """Buffers that differ at the beginning of a forward pass, after DDP has made them equal where it does."""
-    for at in run.by_step():
-        for forwards in zip(*(step.forwards for step in at), strict=False):
-            if name := _first_difference([forward["buffers"] for forward in forwards]):
-                yield Finding("buffers-drift", f"step {at[0].number}: {name} differs when forward begins", run.world)
-                return
-
-
-def rates(run: Run) -> Iterator[Finding]:
-    """Learning rates that differ between ranks in one step."""
-    for at in run.by_step():
-        seen = [step.event["rates"] for step in at]
-        if any(each != seen[0] for each in seen):
-            other = next(rank for rank, each in enumerate(seen) if each != seen[0])
-            evidence = f"step {at[0].number}: {seen[0]} on rank 0, {seen[other]} on rank {other}"
-            yield Finding("rates-differ", evidence, run.world, at[0].event["site"])
-            return
-
-
-def same_dropout(run: Run) -> Iterator[Finding]:
-    """A generator that moves in forward, from one state on all ranks, in every step."""
+def same_numbers(run: Run) -> Iterator[Finding]:
+    """Ranks, or the processes that load for one, that draw the same random numbers for unlike samples."""
     moved: set[str] = set()
-    for at in run.by_step():
-        for forwards in zip(*(step.forwards for step in at), strict=False):
-            for name in forwards[0]["moved"]:
-                if any(forward["generators"][name] != forwards[0]["generators"][name] for forward in forwards):
-                    return
-                moved.add(name)
-    if moved:
+    forwards = [each for at in run.by_step() for each in zip(*(step.forwards for step in at), strict=False)]
+    for ranks in forwards:
+        moved.update(ranks[0]["moved"])
+    if moved and not any(len({each["generators"][name] for each in ranks}) > 1 for ranks in forwards for name in moved):
         evidence = f"in each step forward draws from {' and '.join(sorted(moved))}, in one state on all ranks"
-        yield Finding("same-dropout", evidence, run.world)
+        yield Finding("same-random-numbers", evidence, run.world)
+    # A generator that has been in one state before and after what was drawn for a batch has made the same numbers.
+    alike: dict[tuple[str, str, str], set[tuple[int, int]]] = defaultdict(set)
+    for rank, each in enumerate(run.ranks):
+        for first in each.training_passes()[:1]:
+            begun = {batch["worker"]: batch for batch in reversed(first.batches)}
+            for worker, batch in begun.items():
+                for name, states in batch["draws"].items():
+                    alike[name, *states].add((rank, worker))
+    where = _loader_site(run)
+    for (name, *_), places in alike.items():
+        workers = sorted(worker for rank, worker in places if rank == 0)
+        if len(workers) > 1:
+            evidence = f"rank 0: loader processes {workers[0]} and {workers[1]} draw the same numbers from {name}"
+            yield Finding("workers-draw-alike", evidence, run.world, where)
+            return
+    if shared := sorted(
+        {name for (name, *_), places in alike.items() if len({rank for rank, _ in places}) == run.world}
+    ):
+        evidence = f"for their first batches all ranks draw the same numbers from {' and '.join(shared)}"
+        yield Finding("same-random-numbers", evidence, run.world, where)
 
 
 def samples_of(run: Run) -> Iterator[Finding]:
@@ -138,7 +125,7 @@ def samples_of(run: Run) -> Iterator[Finding]:
         one, other = min(pairs)
         count = len(steps[0][one].samples)
         evidence = f"in all {len(steps)} steps ranks {one} and {other} have the same samples ({count} in the first)"
-        yield Finding("same-samples", evidence, run.world, _loader_site(run.ranks[0]))
+        yield Finding("same-samples", evidence, run.world, _loader_site(run))
     passes = [rank.training_passes() for rank in run.ranks]
     if not all(passes):
         return
@@ -162,29 +149,74 @@ def _same_order(run: Run, passes: Sequence[Pass]) -> Iterator[Finding]:
 
 
 def evaluations(run: Run) -> Iterator[Finding]:
-    """An evaluation of which each rank has a share: nobody puts these together, or samples are counted twice."""
+    """An evaluation of which each rank has a share: nobody puts these together, or samples count twice or never."""
     for passes in zip(*(rank.evaluated_passes() for rank in run.ranks), strict=False):
         if not all(each.is_complete for each in passes):
             continue
-        ids = [each.ids for each in passes]
-        where = (passes[0].evaluation or {}).get("site")
+        ids, where = [each.ids for each in passes], (passes[0].evaluation or {}).get("site")
+        for rank, (each, counted) in enumerate(zip(passes, ids, strict=True)):
+            if counted is not None and len(counted) < (offered := each.begin["offered"] or 0):
+                evidence = f"rank {rank} evaluates {len(counted)} of the {offered} samples of its loader"
+                yield Finding("evaluates-not-all", evidence, run.world, each.begin["site"])
+                return
+        # Where each rank counts its own part from 0, the content tells apart samples of one number.
+        known = [sorted(zip(each.ids or [0] * len(each.rows), each.rows, strict=False)) for each in passes]
+        if not all(known):
+            continue
         if any(each.is_put_together for each in passes):
-            # Where each rank counts its own part from 0, the content tells apart samples of one number.
-            known = [sorted(zip(each.ids or (), each.rows, strict=False)) for each in passes if each.ids and each.rows]
-            counted = [each for some in known for each in some]
-            again = len(counted) - len(set(counted))
-            is_shared = len(known) == len(passes) and any(each != known[0] for each in known)
-            if is_shared and again and not any(each.is_trimmed for each in passes):
-                evidence = f"ranks evaluate {len(counted)} samples together, {again} of them a second time"
+            again = len(every := [each for some in known for each in some]) - len(set(every))
+            is_shared = None not in ids and any(each != known[0] for each in known)
+            if again and is_shared and not any(each.is_trimmed for each in passes):
+                evidence = f"ranks evaluate {len(every)} samples together, {again} of them a second time"
                 yield Finding("evaluates-twice", evidence, run.world, where)
                 return
             continue
-        seen = [sorted(each.rows) for each in passes] if None in ids else [sorted(each) for each in ids if each]
-        if all(seen) and any(each != seen[0] for each in seen):
+        # What is drawn for a sample does not make it another, so content counts only where the numbers are unknown.
+        seen = [sorted(each.rows) for each in passes] if None in ids else [sorted(each or ()) for each in ids]
+        if any(each != seen[0] for each in seen):
             counts = ", ".join(str(len(each)) for each in seen)
             evidence = f"ranks evaluate {counts} samples, not the same ones, and then exchange no figure"
             yield Finding("evaluates-a-share", evidence, run.world, where)
             return
+
+
+def figures(run: Run) -> Iterator[Finding]:
+    """A figure that an evaluation prints, and that is a mean of means over unlike numbers of elements."""
+    for passes in zip(*(rank.evaluated_passes() for rank in run.ranks), strict=False):
+        printed = {number for each in passes for number in each.printed}
+        for where in dict.fromkeys(each["site"] for each in passes[0].figures):
+            ranks = [
+                [(each["value"], each["elements"]) for each in some.figures if each["site"] == where] for some in passes
+            ]
+            if not all(ranks):
+                continue
+            every = [each for some in ranks for each in some]
+            rights = [_mean(every), *map(_mean, ranks)]
+            of_batches = [_mean([(value, 1) for value, _ in some]) for some in ranks]
+            wrongs = [*of_batches, *(_mean([(value, 1) for value in some]) for some in (of_batches, rights[1:]))]
+            for number in printed:
+                if not _prints(number, rights) and _prints(number, wrongs):
+                    counts = ", ".join(sorted({str(elements) for _, elements in every}))
+                    evidence = (
+                        f"{number} is printed, a mean of means of {counts} elements; the mean of all elements is "
+                        f"{rights[0]:.6g}"
+                    )
+                    yield Finding("mean-of-means", evidence, run.world, where)
+                    return
+
+
+def _mean(weighted: Sequence[tuple[float, int]]) -> float:
+    return fsum(value * weight for value, weight in weighted) / sum(weight for _, weight in weighted)
+
+
+def _prints(number: str, figures: Sequence[float]) -> bool:
+    """Whether a number is one of the figures as it is printed, such as in percent."""
+    places = len(number.partition(".")[2])
+    return any(
+        places + more >= _FEWEST_PLACES and abs(float(number) - each * 10**more) <= 0.51 * 10.0**-places
+        for each in figures
+        for more in (0, 2)
+    )
 
 
 def unlike_weights(run: Run) -> Iterator[Finding]:
@@ -192,7 +224,8 @@ def unlike_weights(run: Run) -> Iterator[Finding]:
     for at in run.by_step():
         seen: dict[tuple[str, int], list[tuple[int, Event]]] = defaultdict(list)
         for rank, step in enumerate(at):
-            for loss in losses_of(step):
+            # Means of whole tensors, such as an auxiliary part, are the losses only where no loss function is called.
+            for loss in [each for each in step.losses if each["function"] != "mean"] or step.losses:
                 seen[loss["site"], loss["call"]].append((rank, loss))
         for (where, _), losses in seen.items():
             light = min(losses, key=lambda pair: pair[1]["weight"])
@@ -201,12 +234,6 @@ def unlike_weights(run: Run) -> Iterator[Finding]:
                 evidence = f"step {at[0].number}: an element of the loss weighs {_weighs(heavy)}, and {_weighs(light)}"
                 yield Finding("unlike-weights", evidence, run.world, where if where != "?" else None)
                 return
-
-
-def losses_of(step: Step) -> list[Event]:
-    """The step's losses: calls of loss functions, or where there are none, means of whole tensors."""
-    functions = [loss for loss in step.losses if loss["function"] != "mean"]
-    return functions or step.losses
 
 
 def _weighs(found: tuple[int, Event]) -> str:
@@ -222,25 +249,6 @@ def _common_ranks(samples: Sequence[Sequence[str]]) -> set[tuple[int, int]]:
     return {(i, j) for i in range(count) for j in range(i + 1, count) if bags[i] and bags[i] == bags[j]}
 
 
-def _first_difference(ranks: Sequence[Mapping[str, str]]) -> str | None:
-    """The first name whose digest is not the same on all ranks."""
-    return next(iter(_differing(ranks)), None)
-
-
-def _differing(ranks: Sequence[Mapping[str, str]]) -> list[str]:
-    names = dict.fromkeys(name for each in ranks for name in each)
-    return [name for name in names if len({each.get(name) for each in ranks}) > 1]
-
-
-def _tensor(at: Sequence[Step], name: str, what: str) -> str:
-    first = at[0].event[what].get(name)
-    other = next(rank for rank, step in enumerate(at) if step.event[what].get(name) != first)
-    when = f"before step {at[0].number}" if what == "weights_before" else f"after step {at[0].number}"
-    return (
-        f"{when}: {name} differs between ranks 0 and {other} ({len(_differing([s.event[what] for s in at]))} tensors)"
-    )
-
-
-def _loader_site(rank: Rank) -> str | None:
-    passes = rank.training_passes()
+def _loader_site(run: Run) -> str | None:
+    passes = run.ranks[0].training_passes()
     return passes[0].begin["site"] if passes else None

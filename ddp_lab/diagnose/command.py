@@ -18,7 +18,7 @@ from ddp_core.base.process import make_patient
 from ddp_core.distributed.children import Children
 from ddp_lab.diagnose import across, checks
 from ddp_lab.diagnose.findings import Finding, by_harm
-from ddp_lab.diagnose.resumed import not_restored
+from ddp_lab.diagnose.repeated import not_repeatable, not_restored
 from ddp_lab.diagnose.runs import RANKS_WORD, NoStep, Runner, Script, in_words
 from ddp_lab.diagnose.trace import Run
 from ddp_lab.diagnose.union import ONE_BY_ONE, TOGETHER
@@ -107,7 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "findings": [_as_json(each) for each in found],
     }
     if options.json:
-        _write(options.json, json.dumps(told, indent=1) + "\n")
+        try:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(told, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {options.json}: {error.strerror}", ExitCode.RESOURCES) from None
     for line in _lines(found, notes):
         print(line)
     print(f"verdict: {verdict}")
@@ -149,7 +153,7 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
     repeatable = True
     if 1 in runs:
         print("running 1 rank again …", flush=True)
-        differing = list(across.not_repeatable(runs[1], runner.run(1, options.steps)))
+        differing = list(not_repeatable(runs[1], runner.run(1, options.steps)))
         found += differing
         repeatable = not differing
         for ranks, run in runs.items():
@@ -157,7 +161,7 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
                 found += across.with_ranks(runs[1], run)
     if not any(each.kind.is_bug for each in found):
         try:
-            found += _gradient(runner, runs)
+            found += _gradient(runner, runs, options.steps)
         except UserError as error:
             notes.append(f"the gradient was not compared: {error}")
     if options.resume_args is not None and runs:
@@ -173,8 +177,8 @@ def _is_finding(fault: str, runs: Mapping[int, Run]) -> bool:
     return fault == "hangs" or (fault != "" and 1 in runs and not runs[1].problem)
 
 
-def _gradient(runner: Runner, runs: Mapping[int, Run]) -> list[Finding]:
-    """What the first step of the most ranks has otherwise than that of one process with their samples.
+def _gradient(runner: Runner, runs: Mapping[int, Run], steps: int) -> list[Finding]:
+    """What the steps of the most ranks have otherwise than those of one process with their samples.
 
     Raises UserError where that cannot be proved.
     """
@@ -182,11 +186,11 @@ def _gradient(runner: Runner, runs: Mapping[int, Run]) -> list[Finding]:
     if ranks == 1 or 1 not in runs or runs[ranks].is_sharded or runs[ranks].problem:
         return []
     print(f"running {in_words(ranks)}, and one process with their samples …", flush=True)
-    run = runner.run(ranks, 1, given="")
+    run = runner.run(ranks, steps, given="")
     forwards = [len(each.ranks[0].steps[0].forwards) for each in (runs[1], runs[ranks])]
     given = ONE_BY_ONE if forwards[0] == ranks * forwards[1] else TOGETHER
     try:
-        one = runner.run(1, 1, given="" if across.has_samples_of(runs[1], run) else given, batches=run.folder)
+        one = runner.run(1, steps, given="" if across.has_samples_of(runs[1], run) else given, batches=run.folder)
     except NoStep as error:
         raise UserError(f"not proved: with the samples of all ranks, {error}") from None
     draws = any(forward["moved"] for step in next(runs[ranks].by_step()) for forward in step.forwards)
@@ -250,14 +254,6 @@ def _as_json(finding: Finding) -> dict[str, Any]:
     kind = finding.kind
     severity = "bug" if kind.is_bug else "by design"
     return asdict(finding) | {"title": kind.title, "severity": severity, "mend": kind.mend, "link": finding.link}
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}", ExitCode.RESOURCES) from None
 
 
 def _count(text: str) -> int:

@@ -1,18 +1,19 @@
-"""The DataLoaders of a diagnosed script: which samples they hand out, in which order, and when an epoch ends."""
+"""The DataLoaders of a diagnosed script: which samples they hand out, in which order, what is drawn, and when they end.
+
+A loader's sampler, its collate function and what begins its workers are stood in for while it makes an iterator, which
+keeps the stand-ins; the loader itself stays the script's.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from functools import wraps
-from itertools import count
+from collections.abc import Callable, Iterator
 from numbers import Integral
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_lab.diagnose.recorder import Recorder, rows, site
+from ddp_lab.diagnose.recorder import Recorder, generators, rows, site, wrap
 from ddp_lab.diagnose.union import Batches
 
 
@@ -20,125 +21,174 @@ class Loaders:
     """The DataLoaders of this process, each with how often it was gone through."""
 
     def __init__(self, recorder: Recorder, batches: Batches | None) -> None:
-        self._recorder, self._of_all = recorder, batches
-        self._numbers: WeakKeyDictionary[DataLoader[Any], int] = WeakKeyDictionary()
-        self._next_number = count()
-        self._passes: Counter[int] = Counter()
-        self._lengths: dict[int, int | None] = {}
-        self._latest: int | None = None
-        self._batches: Counter[tuple[int, int]] = Counter()
-        """By loader and pass, how many batches a model was trained on."""
-        self._evaluated: set[tuple[int, int]] = set()
-        self._drawn: dict[int, list[Any]] = {}
-        """By id of a sampler whose loader is just making its iterator, what that one will draw."""
+        self.recorder, self._of_all = recorder, batches
+        self._known: list[_Loader] = []
+        self._latest: _Loader | None = None
 
     def install(self) -> None:
         """Wrap `DataLoader.__iter__`."""
-        begin = DataLoader.__iter__
+        wrap(DataLoader, "__iter__", self._begin)
 
-        @wraps(begin)
-        def traced(loader: DataLoader[Any]) -> Any:
-            number = self._numbers[loader] if loader in self._numbers else next(self._next_number)
-            self._numbers[loader] = number
-            index_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-            self._watch_sampler(index_sampler)
-            drawn = self._drawn[id(index_sampler)] = []
-            batches = begin(loader)
-            del self._drawn[id(index_sampler)]
-            this_pass = self._passes[number]
-            self._passes[number] += 1
-            self._lengths[number] = _length(loader)
-            sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-            self._recorder.write(
-                "pass",
-                **{"loader": number, "pass": this_pass, "length": self._lengths[number], "site": site()},
-                samples=_length(loader.dataset),
-                sampler=type(sampler).__name__,
-                shuffles=getattr(sampler, "shuffle", type(sampler).__name__ == "RandomSampler"),
-                drops_last=bool(loader.drop_last),
-                batch_size=loader.batch_size,
-            )
-            return _Batches(self, batches, number, this_pass, drawn)
-
-        DataLoader.__iter__ = traced  # type: ignore[method-assign]
-
-    def handed_out(self, number: int, this_pass: int, index: int, ids: Any, batch: Any) -> Any:
-        """The batch that goes to the script, which is this one but where it gets those of all ranks."""
-        if self._of_all is not None and this_pass == 0:
-            batch = self._of_all.exchanged(f"loader_{number}", index, batch)
-        self._latest = number
-        listed = ids if isinstance(ids, list | tuple) else [ids]
-        known = all(isinstance(each, Integral) for each in listed)
-        self._recorder.write(
-            "batch",
-            **{"loader": number, "pass": this_pass, "index": index},
-            ids=[int(each) for each in listed] if known else None,
-            rows=rows(batch),
+    def _begin(self, begin: Callable[..., Any], loader: DataLoader[Any]) -> Any:
+        # By identity: a script's own loader may have no hash.
+        this = next((each for each in self._known if each.loader is loader), None)
+        if this is None:
+            self._known.append(this := _Loader(loader, len(self._known)))
+        batches = this.begin(begin)
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        self.recorder.write(
+            "pass",
+            **{"loader": this.number, "pass": this.passes - 1, "length": this.length, "site": site()},
+            samples=_length(loader.dataset),
+            offered=_length(sampler) if loader.drop_last else None,
+            sampler=type(sampler).__name__,
+            shuffles=getattr(sampler, "shuffle", type(sampler).__name__ == "RandomSampler"),
         )
-        return batch
+        return _Batches(self, batches, this)
 
-    def ended(self, number: int, this_pass: int, batches: int) -> None:
-        """A loader has no more batches."""
-        self._recorder.write("end", **{"loader": number, "pass": this_pass, "batches": batches})
+    def handed_out(self, this: _Loader, this_pass: int, index: int, batch: Any) -> Any:
+        """The batch that goes to the script, which is this one but where it gets those of all ranks."""
+        self._latest = this
+        return batch if self._of_all is None or this_pass else self._of_all.of_loader(this.number, index, batch)
 
     def trained(self) -> None:
         """A model is trained on the latest batch."""
         if self._latest is not None:
-            self._batches[self._latest, self._passes[self._latest] - 1] += 1
+            self._latest.trained[self._latest.passes - 1] += 1
 
     def evaluated(self) -> None:
         """A model that is not trained was called on the latest batch."""
-        if self._latest is not None and (key := (self._latest, self._passes[self._latest] - 1)) not in self._evaluated:
-            self._evaluated.add(key)
-            self._recorder.write("evaluation", **{"loader": key[0], "pass": key[1], "site": site()})
+        if (latest := self._latest) is not None and latest.evaluated < latest.passes:
+            latest.evaluated = latest.passes
+            self.recorder.write("evaluation", **{"loader": latest.number, "pass": latest.passes - 1, "site": site()})
 
     def second_pass_comes(self, steps: int, most: int) -> bool:
         """Whether a training loader is to be gone through a second time within so many steps, and was not yet."""
-        for (number, _), batches in list(self._batches.items()):
-            length = self._lengths[number]
-            if self._batches[number, 1] >= 2 or length is None:
-                continue
-            if (length + 2) * steps <= most * max(batches, self._batches[number, 0]):
-                return True
-        return False
+        return any(
+            each.length is not None
+            and each.trained[1] < 2
+            and (each.length + 2) * steps <= most * max(each.trained.values())
+            for each in self._known
+            if each.trained.total()
+        )
 
-    def _watch_sampler(self, sampler: Any) -> None:
-        """Note what samplers of this class draw; ids stay unknown where it is no class of Python's."""
-        kind = type(sampler)
-        if "__iter__" not in dir(kind) or getattr(kind.__iter__, "is_traced", False) or kind.__module__ == "builtins":
-            return
-        begin = kind.__iter__
 
-        @wraps(begin)
-        def traced(this: Any) -> Iterator[Any]:
-            # A sampler may be gone through by another one, too: then nobody asks for what it draws.
-            drawn = self._drawn.get(id(this))
-            return begin(this) if drawn is None else _noting(begin(this), drawn)
+class _Loader:
+    """One DataLoader, and how often it was gone through."""
 
-        traced.is_traced = True  # type: ignore[attr-defined]
-        kind.__iter__ = traced
+    def __init__(self, loader: DataLoader[Any], number: int) -> None:
+        self.loader, self.number = loader, number
+        self.length: int | None = None
+        self.passes = self.evaluated = 0
+        self.trained: Counter[int] = Counter()
+        """By pass, on how many batches a model was trained."""
+        self.worker = _Worker(loader)
+        self._drawn_by = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        self.sampler = _Sampler(getattr(loader, self._drawn_by), self.worker)
+
+    def begin(self, begin: Callable[..., Any]) -> Any:
+        """An iterator that draws from the stand-ins."""
+        swapped = {self._drawn_by: self.sampler, "worker_init_fn": self.worker.begin, "collate_fn": self.worker.collate}
+        own = {name: each for name, each in vars(self.loader).items() if name in swapped}
+        vars(self.loader).update({name: swapped[name] for name in own})
+        try:
+            batches = begin(self.loader)
+        finally:
+            vars(self.loader).update(own)
+        self.passes += 1
+        self.length = _length(self.loader)
+        return batches
+
+
+class _Sampler:
+    """Stands in for a loader's sampler, and notes what it draws."""
+
+    def __init__(self, sampler: Any, worker: _Worker) -> None:
+        self._sampler, self._worker = sampler, worker
+        self.drawn: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self.drawn = []
+        return self._noting(iter(self._sampler), self.drawn)
+
+    def _noting(self, items: Iterator[Any], drawn: list[Any]) -> Iterator[Any]:
+        for each in items:
+            drawn.append(each)
+            self._worker.note()  # without workers, what the sampler has drawn from is no sample's
+            yield each
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+class _Loaded(NamedTuple):
+    """A batch, and what was drawn in the process that has loaded it."""
+
+    batch: Any
+    worker: int
+    draws: dict[str, tuple[str, str]]
+    """By generator, its state before and after, where that is another."""
+
+
+class _Worker:
+    """Stands in for a loader's own functions in the processes that load."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._begin, self._collate, self._dataset = loader.worker_init_fn, loader.collate_fn, loader.dataset
+        self._number = 0
+        self._states: dict[str, str] = {}
+
+    def begin(self, number: int) -> None:
+        """A worker begins; torch has set its seeds, and the script may set others."""
+        if self._begin is not None:
+            self._begin(number)
+        self._number = number
+        self.note()
+
+    def note(self) -> None:
+        """Samples are about to be loaded."""
+        # Workers that go through a stream may draw its order alike, and each takes its part of it.
+        self._states = {} if isinstance(self._dataset, IterableDataset) else generators(self._dataset)
+
+    def collate(self, samples: Any) -> _Loaded:
+        """They are loaded, and become a batch."""
+        batch, before = self._collate(samples), self._states
+        self.note()
+        both = {name: (before.get(name, state), state) for name, state in self._states.items()}
+        return _Loaded(batch, self._number, {name: each for name, each in both.items() if each[0] != each[1]})
 
 
 class _Batches:
     """A DataLoader's iterator, which says what it hands out."""
 
-    def __init__(self, loaders: Loaders, batches: Any, number: int, this_pass: int, drawn: list[Any]) -> None:
-        self._loaders, self._inner, self._number, self._pass = loaders, batches, number, this_pass
-        self._drawn, self._index, self._is_over = drawn, 0, False
+    def __init__(self, loaders: Loaders, batches: Any, loader: _Loader) -> None:
+        self._loaders, self._inner, self._loader = loaders, batches, loader
+        self._drawn, self._pass = loader.sampler.drawn, loader.passes - 1
+        self._index, self._is_over = 0, False
 
     def __iter__(self) -> _Batches:
         return self
 
     def __next__(self) -> Any:
+        place = {"loader": self._loader.number, "pass": self._pass}
         try:
-            batch = next(self._inner)
+            loaded = next(self._inner)
         except StopIteration:
             if not self._is_over:
                 self._is_over = True
-                self._loaders.ended(self._number, self._pass, self._index)
+                self._loaders.recorder.write("end", **place)
             raise
+        if not isinstance(loaded, _Loaded):  # a loader of a kind of its own
+            loaded = _Loaded(loaded, 0, {})
+        batch = self._loaders.handed_out(self._loader, self._pass, self._index, loaded.batch)
         ids = self._drawn[self._index] if self._index < len(self._drawn) else None
-        batch = self._loaders.handed_out(self._number, self._pass, self._index, ids, batch)
+        listed = ids if isinstance(ids, list | tuple) else [ids]
+        known = [int(each) for each in listed if isinstance(each, Integral)]
+        self._loaders.recorder.write(
+            "batch",
+            **{**place, "ids": known if len(known) == len(listed) else None, "rows": rows(batch)},
+            **{"worker": loaded.worker, "draws": loaded.draws},
+        )
         self._index += 1
         return batch
 
@@ -147,12 +197,6 @@ class _Batches:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
-
-
-def _noting(items: Iterator[Any], drawn: list[Any]) -> Iterator[Any]:
-    for each in items:
-        drawn.append(each)
-        yield each
 
 
 def _length(sized: Any) -> int | None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from hashlib import blake2b
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +25,9 @@ ELEMENTS = 64
 """So many elements of each gradient are written: enough to tell a factor, and sums and means of them stay exact."""
 _TORCH = str(Path(torch.__file__).parent)
 _LAB = str(Path(__file__).parent)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_FEW = 32
+"""So many members of a list are looked into, such as transforms; one that is longer has samples."""
 
 
 class Recorder:
@@ -115,3 +122,41 @@ def site() -> str | None:
                     return f"{file[len(root) + 1 :]}:{frame.f_lineno}"
         frame = frame.f_back
     return None
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Let `around(function, …)` be called in the place of a function or method, wherever its module keeps it."""
+    function = getattr(owner, name)
+
+    @wraps(function)
+    def traced(*words: Any, **named: Any) -> Any:
+        return around(function, *words, **named)
+
+    setattr(owner, name, traced)
+    home = sys.modules.get(getattr(function, "__module__", None) or "")
+    if getattr(home, name, None) is function:
+        setattr(home, name, traced)
+
+
+def generators(holder: Any = None) -> dict[str, str]:
+    """Digests of the states of the process's generators, and of those that an object, or what it is made of, holds."""
+    _, keys, position, *_ = np.random.get_state(legacy=True)
+    found = {
+        "torch": digest(torch.get_rng_state()),
+        "random": digest_of_bytes(repr(random.getstate()).encode()),
+        "numpy": digest_of_bytes(repr((bytes(np.asarray(keys)), position)).encode()),
+    }
+    return found | dict(_held(holder, "the data set", 3))
+
+
+def _held(holder: Any, name: str, depth: int) -> Iterator[tuple[str, str]]:
+    if isinstance(holder, torch.Generator):
+        yield name, digest(holder.get_state())
+    elif isinstance(holder, _GENERATORS):
+        yield name, digest_of_bytes(pickle.dumps(holder))
+    elif isinstance(holder, list | tuple) and len(holder) <= _FEW:
+        for index, each in enumerate(holder):
+            yield from _held(each, f"{name}[{index}]", depth)
+    elif depth and not isinstance(holder, type | ModuleType | Tensor):
+        for key, each in list(getattr(holder, "__dict__", {}).items()):
+            yield from _held(each, f"{name}'s {key}" if depth == 3 else f"{name}.{key}", depth - 1)

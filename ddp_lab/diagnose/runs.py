@@ -12,10 +12,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.children import Children
-from ddp_core.distributed.world import free_port
+from ddp_core.distributed.world import World, free_port, without_launch
 from ddp_lab.diagnose.silence import Silence
 from ddp_lab.diagnose.trace import Run, read_run
 from ddp_lab.diagnose.variables import BATCHES, FOLDER, GIVEN, ROOTS, STEPS, UNTIL, ended_file
@@ -25,6 +26,8 @@ RANKS_WORD = "{ranks}"
 _BOOTSTRAP = Path(__file__).parent / "bootstrap"
 _LEFT_OUT = {"__pycache__", "venv", "node_modules"}
 """Folders that are not copied, beside those whose names begin with a dot."""
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "NODE_RANK", "SLURM_", "OMPI_", "PMI_")
+"""How the variables begin that another launcher may have left in the shell."""
 _LARGEST_COPIED = 50 << 20
 _MOST_BYTES = 2 << 30
 _MOST_FILES = 20_000
@@ -51,11 +54,6 @@ class Script:
     folder: Path
     below: Path = Path()
     """Where in that folder it is started."""
-
-    @property
-    def starts_its_ranks(self) -> bool:
-        """Whether its arguments say how many ranks it shall start itself."""
-        return any(RANKS_WORD in word for word in self.arguments)
 
 
 class Runner:
@@ -138,8 +136,9 @@ class Runner:
         if file.is_relative_to(self._script.folder):
             file = work / file.relative_to(self._script.folder)
         words = [word.replace(RANKS_WORD, str(ranks)) for word in (*self._script.arguments, *more)]
-        port = str(free_port())
+        port = free_port()
         everywhere = {
+            **{name: value for name, value in without_launch(os.environ).items() if not name.startswith(_LAUNCHERS)},
             **{FOLDER: str(traces), ROOTS: os.pathsep.join((str(work), str(file.parent)))},
             **{STEPS: str(steps), UNTIL: until},
             **{BATCHES: "" if given is None else str(batches or traces), GIVEN: given or ""},
@@ -147,24 +146,22 @@ class Runner:
             # Compiled code calls no hooks; and what it computes is not what is asked for here.
             **{"TORCHDYNAMO_DISABLE": "1", "ACCELERATE_USE_CPU": "true", "TORCH_CPP_LOG_LEVEL": "ERROR"},
             "PYTHONPATH": os.pathsep.join([str(_BOOTSTRAP), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TMPDIR": str(self._scratch)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TMPDIR": str(self._scratch)},
         }
-        processes, logs = [], []
+        # What torchrun would tell each rank.
+        places: list[dict[str, str]] = [{}]
+        if not any(RANKS_WORD in word for word in self._script.arguments):
+            here: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "launch_id": "ddp-diagnose"}
+            worlds = [World(rank, ranks, rank, ranks, **here) for rank in range(ranks)]
+            places = [each.to_environment() for each in worlds]
+        processes: list[subprocess.Popen[bytes]] = []
+        logs = [traces / f"{rank}.log" for rank in range(len(places))]
         try:
-            for rank in range(1 if self._script.starts_its_ranks else ranks):
-                log = traces / f"{rank}.log"
-                logs.append(log)
-                own = {} if self._script.starts_its_ranks else _torchrun(rank, ranks)
+            for own, log in zip(places, logs, strict=True):
                 with log.open("wb") as out:
-                    processes.append(
-                        self._children.start(
-                            [sys.executable, str(file), *words],
-                            cwd=work / self._script.below,
-                            env={**_environment(), **everywhere, **own},
-                            stdout=out,
-                            stderr=subprocess.STDOUT,
-                        )
-                    )
+                    how: dict[str, Any] = {"cwd": work / self._script.below, "stdout": out, "stderr": subprocess.STDOUT}
+                    words_of_all = [sys.executable, str(file), *words]
+                    processes.append(self._children.start(words_of_all, env={**everywhere, **own}, **how))
             deadline = self._deadline if seconds is None else time.monotonic() + seconds
             silence = Silence([process.pid for process in processes], traces, (work, file.parent))
             fault, problem = self._wait(processes, logs, traces, deadline, silence)
@@ -174,7 +171,7 @@ class Runner:
         run = read_run(traces, problem)
         run.fault = fault
         if not run.ranks:
-            why = problem or _no_step(logs)
+            why = problem or f"it came to its end without one (it prints: {_last_line(logs[0])})"
             raise NoStep(f"on {in_words(ranks)} no optimizer step was seen: {why}{_without_gpus(why)}", fault)
         if run.world != ranks:
             run.problem = run.problem or f"steps of {run.world} ranks were seen, where {ranks} were asked for"
@@ -231,26 +228,6 @@ def _first_failed(processes: Sequence[subprocess.Popen[bytes]], traces: Path) ->
     return -1
 
 
-def _environment() -> dict[str, str]:
-    """This process's environment, without what another launcher may have left in it."""
-    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in launchers and not name.startswith(("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_"))
-    }
-
-
-def _torchrun(rank: int, ranks: int) -> dict[str, str]:
-    """What torchrun would tell this rank."""
-    return {
-        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank), "GROUP_RANK": "0", "NODE_RANK": "0"},
-        **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "ROLE_WORLD_SIZE": str(ranks)},
-        **{"GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "ddp-diagnose"},
-        **{"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"},
-    }
-
-
 def _left_out(folder: str, names: Sequence[str]) -> set[str]:
     """Hidden folders, caches, links to a folder around them, and what is neither file nor folder."""
     here = {name: Path(folder, name) for name in names}
@@ -270,10 +247,6 @@ def _left_out(folder: str, names: Sequence[str]) -> set[str]:
 def _last_line(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if line.strip()]
     return lines[-1].strip() if lines else "it has printed nothing"
-
-
-def _no_step(logs: Sequence[Path]) -> str:
-    return f"it came to its end without one (it prints: {_last_line(logs[0])})"
 
 
 def _without_gpus(why: str) -> str:

@@ -1,8 +1,10 @@
-"""Whether the processes of a script have fallen silent since all wait for each other, and where each stands."""
+"""Whether the processes of a script have fallen silent since all wait for each other, and where each stands.
+
+Each process writes a trace of what it does; when it has written nothing for long, it is asked at which line it stands.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import linecache
 import os
@@ -12,16 +14,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
-from ddp_lab.diagnose.variables import FOLDER
+from ddp_lab.diagnose.variables import FOLDER, ended_file
 
 SECONDS = 20.0
-"""So long no process may do anything until it is asked where it stands."""
-_BUSY_SECONDS = 0.5
-"""So much time of a processor is no work: threads that wait look around now and then."""
+"""So long nothing may be traced until it is asked where all stand."""
+_ASK_SECONDS = 5.0
+"""Between two questions, both of which must have the same answer: one that is only slow has come on."""
 _LOOK_SECONDS = 1.0
-_ANSWER_SECONDS = 5.0
 _SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 _WAITS = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/torch/autograd/graph.py")
 """Where a rank stands in torch that waits for another one: in a collective, in DDP's forward, or in its backward."""
@@ -30,72 +29,52 @@ _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 def answer_where() -> None:
     """In a process of the script: write the lines at which its threads stand when it is asked."""
-    stack = Path(os.environ[FOLDER], f"{os.getpid()}.stack").open("w")  # noqa: SIM115 - it is written at any time
+    stack = Path(os.environ[FOLDER], f"{os.getpid()}.stack").open("a")  # noqa: SIM115 - it is written at any time
     faulthandler.register(_SIGNAL, file=stack, all_threads=True)
 
 
 class Silence:
-    """Looks at some processes, and all that they have started, from time to time."""
+    """Looks from time to time at the processes that have been started, and at all that these have started."""
 
     def __init__(self, processes: Sequence[int], traces: Path, roots: Sequence[Path]) -> None:
         self._ranks = {process: rank for rank, process in enumerate(processes)}
         self._traces, self._roots = traces, roots
         self._since = self._looked = time.monotonic()
-        self._spent = 0.0
+        self._written, self._answer = 0, ""
 
     def where(self) -> str:
-        """Where the processes stand, if all have been silent for SECONDS and wait for each other; else empty."""
+        """Where the processes stand, if nothing was traced for SECONDS and they wait for each other; else empty."""
         if (now := time.monotonic()) - self._looked < _LOOK_SECONDS:
             return ""
-        self._looked, (spent, is_busy) = now, self._look()
-        if is_busy or abs(spent - self._spent) > _BUSY_SECONDS:
-            self._since, self._spent = now, spent
-        if now - self._since < SECONDS:
+        self._looked, written = now, sum(file.stat().st_size for file in self._traces.glob("*.jsonl"))
+        if written != self._written:
+            self._since, self._written, self._answer = now, written, ""
+        if now - self._since < SECONDS - _ASK_SECONDS:
             return ""
-        self._since = now
-        return self._ask()
-
-    def _look(self) -> tuple[float, bool]:
-        """The seconds of a processor that they have used; whether one of them uses it now, or would if it had one."""
-        spent, is_busy = 0.0, False
-        for each in self._living():
-            try:
-                spent += sum(each.cpu_times()[:2])
-                is_busy |= each.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
-            except psutil.Error:
-                is_busy = True  # it has just ended
-        return spent, is_busy
-
-    def _living(self) -> list[psutil.Process]:
-        found = []
-        for process in self._ranks:
-            try:
-                every = (here := psutil.Process(process), *here.children(recursive=True))
-                found += [each for each in every if each.status() != psutil.STATUS_ZOMBIE]
-            except psutil.Error:
-                continue  # it, or one that it has started, has just ended
-        return found
+        self._since, before, self._answer = now - SECONDS + 2 * _ASK_SECONDS, self._answer, self._ask()
+        return self._answer if self._answer == before else ""
 
     def _ask(self) -> str:
-        asked = {each.pid: self._traces / f"{each.pid}.stack" for each in self._living()}
-        asked = {process: file for process, file in asked.items() if file.exists()}
-        for process in asked:
-            with contextlib.suppress(ProcessLookupError):  # it may have just ended
-                os.kill(process, _SIGNAL)
-        until = time.monotonic() + _ANSWER_SECONDS
-        while time.monotonic() < until and not all(file.stat().st_size for file in asked.values()):
-            time.sleep(_LOOK_SECONDS / 10)
-        time.sleep(_LOOK_SECONDS / 10)  # a stack is written line by line
+        asked = {int(file.stem): file for file in self._traces.glob("*.stack")}
+        for process, file in list(asked.items()):
+            os.truncate(file, 0)
+            try:
+                if not ended_file(self._traces, process).exists():
+                    os.kill(process, _SIGNAL)
+                    continue
+            except ProcessLookupError:
+                pass  # it was killed
+            del asked[process]
+        time.sleep(_LOOK_SECONDS)  # for the answers
         stands = {process: self._stands(file.read_text()) for process, file in asked.items()}
+        # Python's own helpers have no line of the script.
+        stands = {process: each for process, each in stands.items() if each[0] or process in self._ranks}
         # One that waits for something else, such as a download, will yet come.
         if not stands or not all(waits for _, waits in stands.values()):
             return ""
-        told = [f"{self._name(process)} stands in {line}" for process, (line, _) in stands.items() if line]
-        ended = [f"rank {rank} has ended" for process, rank in self._ranks.items() if process not in asked]
-        return "; ".join([*told, *(ended if len(self._ranks) > 1 else [])])
-
-    def _name(self, process: int) -> str:
-        return f"rank {self._ranks[process]}" if len(self._ranks) > 1 else f"process {process}"
+        names = {process: f"rank {rank}" for process, rank in self._ranks.items() if len(self._ranks) > 1}
+        told = [f"{names.get(each, f'process {each}')} stands in {line}" for each, (line, _) in stands.items() if line]
+        return "; ".join([*told, *(f"{name} has ended" for process, name in names.items() if process not in asked)])
 
     def _stands(self, stacks: str) -> tuple[str, bool]:
         """The script's line in these stacks of one process, and whether it waits there for other ranks."""

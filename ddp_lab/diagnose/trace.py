@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,25 @@ class Step:
 
     @property
     def samples(self) -> list[str]:
-        """Digests of the samples that the model was trained on, in their order."""
+        """Digests of the samples that the model was trained on, in their order; none where its loss is of others."""
+        if any(each["outside"] for each in self.backwards):
+            return []
         return [each for forward in self.forwards for each in forward["samples"]]
 
     @property
     def gradients(self) -> dict[str, dict[str, Any]]:
         """By parameter: `digest`, `own` and `reduced` elements."""
         return self.event["gradients"]  # type: ignore[no-any-return]
+
+    def named(self, what: str) -> dict[str, Any]:
+        """By name, what should be the same on all ranks: `gradients`, `rates`, `buffers`, `weights` or so `_before`."""
+        if what == "gradients":
+            return {name: each["digest"] for name, each in self.gradients.items()}
+        if what == "rates":
+            return {f"group {number}": rate for number, rate in enumerate(self.event["rates"])}
+        if what == "buffers":  # when a forward pass has begun, after DDP has made them equal where it does
+            return self.forwards[0]["buffers"] if self.forwards else {}
+        return self.event[what]  # type: ignore[no-any-return]
 
     def reduced(self, name: str) -> list[float]:
         """Elements of the gradient that the optimizer uses for a parameter, before clipping; empty where unknown."""
@@ -58,6 +70,10 @@ class Pass:
     is_complete: bool = False
     evaluation: Event | None = None
     """The first call of a model that was not trained on it."""
+    figures: list[Event] = field(default_factory=list)
+    """Means over a batch's elements, of its evaluation."""
+    printed: list[str] = field(default_factory=list)
+    """Numbers that the script has printed between its evaluation and the next training."""
     is_put_together: bool = False
     """Whether ranks have exchanged figures between its evaluation and the next training."""
     is_trimmed: bool = False
@@ -173,6 +189,7 @@ def _events(file: Path) -> Iterator[Event]:
 def _rank(events: Iterator[Event]) -> Rank:
     rank = Rank(0)
     kept: dict[str, list[Event]] = {name: [] for name in _STEP_EVENTS}
+    passes: dict[tuple[int, int], Pass] = {}
     latest: Pass | None = None
     evaluated: list[Pass] = []
     for event in events:
@@ -192,15 +209,21 @@ def _rank(events: Iterator[Event]) -> Rank:
             rank.schedule_ends = event["ends"]
         elif kind == "pass":
             rank.passes.append(Pass(event))
+            passes[event["loader"], event["pass"]] = rank.passes[-1]
         elif kind in ("batch", "end"):
-            latest = _pass_of(rank.passes, event)
+            latest = passes[event["loader"], event["pass"]]
             if kind == "end":
                 latest.is_complete = True
             else:
                 latest.batches.append(event)
         elif kind == "evaluation" and rank.steps:  # one before the first step only tries whether it runs
-            evaluated.append(_pass_of(rank.passes, event))
+            evaluated.append(passes[event["loader"], event["pass"]])
             evaluated[-1].evaluation = event
+        elif kind == "figure" and evaluated:
+            evaluated[-1].figures.append(event)
+        elif kind == "printed":
+            for each in evaluated:
+                each.printed += event["numbers"]
         elif kind == "exchange":
             for each in evaluated:
                 each.is_put_together = True
@@ -212,9 +235,12 @@ def _rank(events: Iterator[Event]) -> Rank:
     return rank
 
 
-def _pass_of(passes: Sequence[Pass], event: Event) -> Pass:
-    return next(
-        each
-        for each in reversed(passes)
-        if (each.begin["loader"], each.begin["pass"]) == (event["loader"], event["pass"])
-    )
+def differing(*ranks: Mapping[str, Any]) -> list[str]:
+    """The names of what is not the same in all of them."""
+    names = dict.fromkeys(name for each in ranks for name in each)
+    return [name for name in names if any(each.get(name) != ranks[0].get(name) for each in ranks)]
+
+
+def first_difference(*ranks: Mapping[str, Any]) -> str | None:
+    """The first of them; None where all is the same."""
+    return next(iter(differing(*ranks)), None)

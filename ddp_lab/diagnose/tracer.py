@@ -11,7 +11,9 @@ The events, in the order in which they happen; all but `step` tell of what has h
     exchange  after an evaluation, ranks have put their figures together
     unseen    in training, ranks exchange what has a gradient, and autograd does not see it
     loss      a backward pass has reached a loss function (`loss_weights`)
-    backward  a backward pass begins
+    backward  a backward pass begins, and whether its loss was computed outside of a model that got another batch
+    figure    in an evaluation, a mean over a batch's elements (`loss_weights`)
+    printed   after it, numbers that the script prints
     clip      gradients are about to be clipped
     schedule  a schedule has moved on
     saved     torch.save was called
@@ -23,17 +25,15 @@ from __future__ import annotations
 
 import atexit
 import os
-import random
+import re
 import sys
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import wraps
 from pathlib import Path
-from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +43,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddp_core.base.digests import optimizer_digest
 from ddp_lab.diagnose.loaders import Loaders
 from ddp_lab.diagnose.loss_weights import LossWeights
-from ddp_lab.diagnose.recorder import Recorder, digest, digest_of_bytes, place, rows, site, some_elements, tensors_of
+from ddp_lab.diagnose.recorder import (
+    Recorder,
+    digest,
+    generators,
+    place,
+    rows,
+    site,
+    some_elements,
+    tensors_of,
+    wrap,
+)
 from ddp_lab.diagnose.silence import answer_where
-from ddp_lab.diagnose.union import Batches, make_still
+from ddp_lab.diagnose.union import Batches
 from ddp_lab.diagnose.variables import BATCHES, FOLDER, GIVEN, STEPS, UNTIL, ended_file
 
 LONGER = 6
@@ -58,6 +68,7 @@ _EXCHANGES = (
     *("all_gather_object", "gather_object", "reduce_scatter", "reduce_scatter_tensor"),
 )
 """Functions of torch.distributed by which figures of all ranks come together."""
+_NUMBER = re.compile(r"\d*\.\d+")
 _LONGEST_SCHEDULE = 20_000
 """In steps; the end of a longer one is not looked for."""
 _FADED = 1e-6
@@ -70,8 +81,8 @@ def install() -> None:
     atexit.register(lambda: ended_file(Path(os.environ[FOLDER]), os.getpid()).touch())
     batches = None
     if os.environ.get(BATCHES):
-        make_still()
         batches = Batches(Path(os.environ[BATCHES]), os.environ[GIVEN])
+        batches.install()
     recorder = Recorder(Path(os.environ[FOLDER]))
     Tracer(recorder, int(os.environ[STEPS]), os.environ.get(UNTIL, ""), batches).install()
 
@@ -80,13 +91,10 @@ class Tracer:
     """What is known of this process between two optimizer steps."""
 
     def __init__(self, recorder: Recorder, steps: int, until: str, batches: Batches | None) -> None:
-        self._recorder = recorder
-        self._batches = batches
-        self._forwards = 0
-        self._wanted = steps
-        self._until = until
+        self._recorder, self._batches = recorder, batches
+        self._wanted, self._until = steps, until
         self._losses = LossWeights(recorder)
-        self._steps = 0
+        self._steps = self._made_before = 0
         self._is_saved = False
         self._names: dict[int, str] = {}
         self._hooked: set[int] = set()
@@ -97,12 +105,16 @@ class Tracer:
         self._before: dict[int, tuple[str, Tensor]] = {}
         """By parameter, its digest and elements before the step: a closure's forward may yet give it its name."""
         self._state = ""
-        self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._stepping: Optimizer | None = None
         self._schedules: dict[int, Any] = {}
         """By its id, each schedule that has moved on."""
         self._is_in_schedule = False
-        self._is_evaluating = False
+        self._made: list[Tensor] = []
+        """What models have made since the step before the last: where one is called with it, that is no sample."""
+        self._outside: list[Any] = []
+        """Nodes of autograd that have made it, by a model that was called with another batch than the script has."""
+        self._inside: list[Any] = []
+        """Those of its losses."""
         self._scaler: dict[str, Any] | None = None
         self._loaders = Loaders(recorder, batches)
         self._root: nn.Module | None = None
@@ -116,61 +128,61 @@ class Tracer:
         self._loaders.install()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-        call = nn.Module.__call__
-
-        @wraps(call)
-        def traced_call(module: nn.Module, *words: Any, **named: Any) -> Any:
-            if self._root is None and any(each.requires_grad for each in module.parameters()):
-                return self._forward(call, module, words, named)
-            if module is self._wrapped:
-                self._note_buffers(module)
-            return call(module, *words, **named)
-
-        nn.Module.__call__ = traced_call  # type: ignore[method-assign]
-        _wrap(torch.autograd, "backward", self._begin_backward)
+        wrap(nn.Module, "__call__", self._call)
+        wrap(torch.autograd, "backward", self._begin_backward)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
-            _wrap(nn.utils, name, self._clip)
-        for kind in {lr_scheduler.LRScheduler, *_subclasses(lr_scheduler.LRScheduler)}:
-            if "step" in vars(kind):
-                self._watch_schedule(kind)
-        _wrap(torch, "save", self._save)
-        self._watch_scaler()
+            wrap(nn.utils, name, self._clip)
+        for kind in vars(lr_scheduler).values():
+            if isinstance(kind, type) and "step" in vars(kind):
+                wrap(kind, "step", self._schedule)
+        wrap(torch, "save", self._save)
+        wrap(torch.amp.GradScaler, "step", self._scale)
+        for stream in (sys.stdout, sys.stderr):
+            wrap(stream, "write", self._print)
         if torch.distributed.is_available():
             for name in _EXCHANGES:
-                _wrap(torch.distributed, name, self._exchange)
+                wrap(torch.distributed, name, self._exchange)
+
+    def _call(self, call: Callable[..., Any], module: nn.Module, *words: Any, **named: Any) -> Any:
+        if self._root is None and any(each.requires_grad for each in module.parameters()):
+            return self._forward(call, module, words, named)
+        if module is self._wrapped:
+            self._note_buffers(module)
+        return call(module, *words, **named)
 
     def _forward(self, call: Callable[..., Any], module: nn.Module, words: Any, named: Any) -> Any:
         self._root, self._wrapped, self._buffer_digests = module, getattr(module, "module", None), {}
         # Lightning brings only the wrapped model back into training mode after an evaluation, not DDP around it.
         in_training = module.training or (isinstance(self._wrapped, nn.Module) and self._wrapped.training)
         is_training = torch.is_grad_enabled() and in_training
+        self._losses.is_evaluating = not is_training
         try:
             if not is_training:
-                self._is_evaluating = True
                 self._loaders.evaluated()
-                return call(module, *words, **named)
-            self._is_evaluating = False
+                result = call(module, *words, **named)
+                self._made += tensors_of([result] if self._batches is not None else [])
+                return result
             self._hook_parameters(module)
-            before, sync = _generators(), getattr(module, "require_backward_grad_sync", None)
+            before, sync = generators(), getattr(module, "require_backward_grad_sync", None)
             is_another = False
-            if self._batches is not None:
-                (words, named), is_another = self._batches.in_forward(self._forwards, (words, named))
-            self._forwards += 1
+            if self._batches is not None and not any(each.requires_grad for each in tensors_of([words, named])):
+                (words, named), is_another = self._batches.in_forward((words, named))
             result = call(module, *words, **named)
             if not isinstance(self._wrapped, nn.Module):
                 self._note_buffers(module)
             self._loaders.trained()
+            made = {each.untyped_storage().data_ptr() for each in self._made}
+            given = [each for each in tensors_of([words, named]) if each.untyped_storage().data_ptr() not in made]
             self._recorder.write(
                 "forward",
-                **{
-                    # Where the script computes the loss outside of the model, its targets are those of its own batch.
-                    "samples": [] if is_another and not _has_loss(result) else rows([words, named]),
-                    "sync": sync,
-                    "generators": before,
-                    "buffers": self._buffer_digests,
-                },
-                moved=[name for name, state in _generators().items() if state != before[name]],
+                **{"samples": rows(given), "sync": sync, "generators": before, "buffers": self._buffer_digests},
+                moved=[name for name, state in generators().items() if state != before[name]],
             )
+            if self._batches is not None:
+                self._made += (results := list(tensors_of([result])))
+            if is_another:
+                self._outside += [each.grad_fn for each in results if each.dim() and each.grad_fn is not None]
+                self._inside += [each.grad_fn for each in results if not each.dim()]
             return result
         finally:
             self._root = self._wrapped = None
@@ -201,8 +213,10 @@ class Tracer:
         return arrived
 
     def _begin_backward(self, function: Callable[..., Any], *words: Any, **named: Any) -> Any:
-        self._recorder.write("backward", site=site())
-        self._losses.new_backward()
+        # Where the script computes the loss outside of the model, its targets are those of its own batch.
+        outside = _comes_from(tensors_of(words[:1]), self._outside, self._inside)
+        self._recorder.write("backward", site=site(), outside=outside)
+        self._losses.calls.clear()
         try:
             return function(*words, **named)
         finally:
@@ -210,51 +224,41 @@ class Tracer:
 
     def _clip(self, function: Callable[..., Any], parameters: Any, *words: Any, **named: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        gradients = {each: each.grad for each in given if each.grad is not None}
-        for parameter, gradient in gradients.items():
-            self._unclipped.setdefault(id(parameter), some_elements(gradient))
-        self._recorder.write(
-            "clip",
-            site=site(),
-            gradients={self._names.get(id(each), "?"): digest(gradient) for each, gradient in gradients.items()},
-        )
+        found = {id(each): each.grad for each in given if each.grad is not None}
+        for number, gradient in found.items():
+            self._unclipped.setdefault(number, some_elements(gradient))
+        gradients = {self._names.get(number, "?"): digest(gradient) for number, gradient in found.items()}
+        self._recorder.write("clip", site=site(), gradients=gradients)
         return function(given, *words, **named)
 
     def _exchange(self, function: Callable[..., Any], *words: Any, **named: Any) -> Any:
-        if self._is_evaluating:
+        if self._losses.is_evaluating:
+            callers = [frame.f_code.co_name for frame, _ in traceback.walk_stack(None)]
             # Accelerate takes out of the last batch what its loader had put into it twice.
-            self._recorder.write("exchange", trims=_is_called_by("gather_for_metrics"))
+            self._recorder.write("exchange", trims="gather_for_metrics" in callers)
         elif torch.is_grad_enabled() and any(each.requires_grad for each in tensors_of([*words, named])):
             self._recorder.write("unseen", site=site())
         return function(*words, **named)
 
-    def _watch_scaler(self) -> None:
-        """Note the state that a gradient scaler has when it lets an optimizer make its step."""
-        step = torch.amp.GradScaler.step
+    def _print(self, write: Callable[..., Any], text: Any) -> Any:
+        if self._losses.is_evaluating and isinstance(text, str) and (numbers := _NUMBER.findall(text)):
+            self._recorder.write("printed", numbers=numbers)
+        return write(text)
 
-        @wraps(step)
-        def traced(scaler: torch.amp.GradScaler, *words: Any, **named: Any) -> Any:
-            self._scaler = scaler.state_dict() or None
-            return step(scaler, *words, **named)
+    def _scale(self, step: Callable[..., Any], scaler: torch.amp.GradScaler, *words: Any, **named: Any) -> Any:
+        self._scaler = scaler.state_dict() or None
+        return step(scaler, *words, **named)
 
-        torch.amp.GradScaler.step = traced  # type: ignore[assignment,method-assign]
-
-    def _watch_schedule(self, kind: Any) -> None:
-        step = kind.step
-
-        @wraps(step)
-        def traced(schedule: Any, *words: Any, **named: Any) -> Any:
-            if self._is_in_schedule:  # one that is made of others
-                return step(schedule, *words, **named)
-            self._is_in_schedule = True
-            try:
-                return step(schedule, *words, **named)
-            finally:
-                self._is_in_schedule = False
-                self._schedules[id(schedule)] = schedule
-                self._recorder.write("schedule", site=site(), kind=type(schedule).__name__)
-
-        kind.step = traced
+    def _schedule(self, step: Callable[..., Any], schedule: Any, *words: Any, **named: Any) -> Any:
+        if self._is_in_schedule:  # one that is made of others
+            return step(schedule, *words, **named)
+        self._is_in_schedule = True
+        try:
+            return step(schedule, *words, **named)
+        finally:
+            self._is_in_schedule = False
+            self._schedules[id(schedule)] = schedule
+            self._recorder.write("schedule", site=site(), kind=type(schedule).__name__)
 
     def _save(self, function: Callable[..., Any], *words: Any, **named: Any) -> Any:
         result = function(*words, **named)
@@ -287,7 +291,7 @@ class Tracer:
         self._recorder.write(
             "step",
             **{"step": self._steps, "rank": rank, "world": world, "distributed": is_distributed, "site": site()},
-            **{"optimizer": self._optimizers.setdefault(optimizer, len(self._optimizers)), "state": self._state},
+            **{"optimizer": id(optimizer), "state": self._state},
             gradients=self._look_at_gradients(optimizer) if closure else self._gradients,
             weights_before={self._names[number]: found for number, (found, _) in self._before.items()},
             weights={name: digest(each) for name, each in self._parameters(optimizer)},
@@ -299,14 +303,17 @@ class Tracer:
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             settings=self._settings(optimizer),
             scaler=self._scaler,
-            generators=_generators(),
+            generators=generators(),
             seed=torch.initial_seed(),
             sharded=any(hasattr(each, "to_local") for _, each in self._parameters(optimizer)),
         )
+        if self._batches is not None:
+            self._batches.after_step(self._steps, dict(self._parameters(optimizer)))
         self._scaler = None
-        self._own.clear()
-        self._kept.clear()
-        self._unclipped.clear()
+        del self._made[: self._made_before]
+        self._made_before = len(self._made)
+        for kept in (self._own, self._kept, self._unclipped, self._outside, self._inside):
+            kept.clear()
         self._losses.backwards = 0
         if self._is_enough():
             self._stop()
@@ -350,9 +357,7 @@ class Tracer:
         return found
 
     def _is_enough(self) -> bool:
-        if self._steps < self._wanted:
-            return False
-        if self._until == "saved":
+        if self._steps < self._wanted or self._until == "saved":
             return False
         most = LONGER * self._wanted
         return self._until != "epoch" or self._steps >= most or not self._loaders.second_pass_comes(self._steps, most)
@@ -374,20 +379,17 @@ class Tracer:
         os._exit(0)
 
 
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Let `around(function, …)` be called in the place of a function of torch, wherever its module keeps it."""
-    function = getattr(owner, name)
-
-    @wraps(function)
-    def traced(*words: Any, **named: Any) -> Any:
-        return around(function, *words, **named)
-
-    for module in {id(owner): owner, id(home := sys.modules[function.__module__]): home}.values():
-        setattr(module, name, traced)
-
-
-def _has_loss(tree: Any) -> bool:
-    return any(each.dim() == 0 and each.requires_grad for each in tensors_of([tree]))
+def _comes_from(results: Iterable[Tensor], makers: Sequence[Any], losses: Sequence[Any]) -> bool:
+    """Whether what these nodes of autograd have made goes into the results otherwise than by these losses."""
+    seen, ahead = set(losses), [each.grad_fn for each in results]
+    while ahead and makers:
+        if (node := ahead.pop()) is None or node in seen:
+            continue
+        if node in makers:
+            return True
+        seen.add(node)
+        ahead += [before for before, _ in node.next_functions]
+    return False
 
 
 def _end(schedule: Any) -> int:
@@ -412,24 +414,6 @@ def _end(schedule: Any) -> int:
     return moves + end + is_over  # OneCycleLR is over with its lowest rate: one move more is an error
 
 
-def _is_called_by(function: str) -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != function:
-        frame = frame.f_back
-    return frame is not None
-
-
-def _generators() -> dict[str, str]:
-    found = {
-        "torch": digest(torch.get_rng_state()),
-        "random": digest_of_bytes(repr(random.getstate()).encode()),
-    }
-    if (numpy := sys.modules.get("numpy")) is not None:
-        _, keys, position, *_ = numpy.random.get_state(legacy=True)
-        found["numpy"] = digest_of_bytes(keys.tobytes() + str(position).encode())
-    return found
-
-
 def _state_digest(optimizer: Optimizer) -> str:
     try:
         return optimizer_digest(optimizer.state_dict())[:16]
@@ -440,10 +424,3 @@ def _state_digest(optimizer: Optimizer) -> str:
 def _plain(name: str) -> str:
     """The parameter's name without what DDP puts into it."""
     return ".".join(part for part in name.split(".") if part != "module") or name
-
-
-def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
-    each: type[Any]
-    for each in kind.__subclasses__():
-        yield each
-        yield from _subclasses(each)

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 from ddp_core.base.errors import UserError
 from ddp_lab.diagnose import across, checks
 from ddp_lab.diagnose.findings import KINDS, Finding, by_harm
-from ddp_lab.diagnose.resumed import not_restored
+from ddp_lab.diagnose.repeated import not_repeatable, not_restored
 from ddp_lab.diagnose.trace import Pass, Rank, Run, Step, read_run
 from ddp_lab.diagnose.tracer import _end
 from tests.support.wording import refusing
@@ -26,7 +26,7 @@ def step(number: int = 1, rank: int = 0, world: int = 1, **changes: Any) -> Step
         **{"event": "step", "step": number, "rank": rank, "world": world, "distributed": True, "site": "train.py:9"},
         **{"gradients": {"w": {"digest": f"g{number}", "own": [1.0, 2.0], "reduced": [1.0, 2.0]}}},
         **{"weights_before": {"w": f"w{number - 1}"}, "weights": {"w": f"w{number}"}, "state": f"s{number}"},
-        **{"rates": [0.1], "generators": {}, "seed": 0, "sharded": False, "settings": {}},
+        **{"rates": [0.1], "generators": {}, "seed": 0, "sharded": False, "settings": {}, "optimizer": 0},
     }
     parts = {name: changes.pop(name) for name in ("losses", "clips", "schedules") if name in changes}
     samples = changes.pop("samples", [f"{rank}-{number}-{index}" for index in range(2)])
@@ -219,19 +219,19 @@ def test_a_schedules_end_is_where_its_rate_is_the_lowest(kind: Any, words: dict[
     assert _end(object()) == 0, "a script's own schedule may have no optimizer"
 
 
-def test_a_gradient_that_is_not_finite_on_more_ranks() -> None:
+def test_a_gradient_is_not_finite_where_that_of_one_process_is() -> None:
+    assert with_one_process({"w": [1.0, float("inf")], "b": [3.0]}).name == "not-finite"
     infinite = {"w": {"digest": "i", "own": [1.0, 2.0], "reduced": [1.0, float("inf")]}}
-    ranks = run([step(world=2)], [step(rank=1, world=2, gradients=infinite)])
-    assert "not-finite" in names(across.with_ranks(run([step()]), ranks))
-    assert "not-finite" not in names(across.with_ranks(run([step(gradients=infinite)]), ranks))
+    with pytest.raises(UserError, match="not known"):  # one process diverges, too
+        with_one_process({"w": [1.0, float("nan")]}, gradients=infinite)
 
 
 def one_pass(ids: Sequence[int], **changes: Any) -> Pass:
     begin = {
         **{"loader": 0, "pass": 0, "length": 2, "samples": 8, "sampler": "DistributedSampler", "shuffles": True},
-        **{"site": "train.py:3"},
+        **{"site": "train.py:3", "offered": None},
     }
-    batch = {"ids": list(ids), "rows": [f"row-{each}" for each in ids]}
+    batch = {"ids": list(ids), "rows": [f"row-{each}" for each in ids], "worker": 0, "draws": {}}
     return Pass(begin | changes, [batch], is_trained_on=True, is_complete=True)
 
 
@@ -295,6 +295,25 @@ def evaluated(ids: Sequence[int], **changes: Any) -> Pass:
     return one
 
 
+def offering(samples: int) -> Pass:
+    return evaluated([0, 1], begin=one_pass([0, 1], loader=1, offered=samples).begin)
+
+
+def figures(means: Sequence[tuple[float, int]], *printed: str) -> Pass:
+    found = [{"site": "train.py:21", "value": value, "elements": elements} for value, elements in means]
+    return evaluated([0, 1], figures=found, printed=list(printed))
+
+
+def drawing(*states: int) -> Pass:
+    """A pass of which each worker has loaded a batch, and drawn from a generator that began in a state."""
+    one = one_pass([])
+    one.batches = [
+        {"ids": [worker], "rows": [str(worker)], "worker": worker, "draws": {"torch": (f"{state}", f"{state} moved")}}
+        for worker, state in enumerate(states)
+    ]
+    return one
+
+
 FIRST = one_pass([3, 1, 0, 2])
 
 
@@ -311,6 +330,17 @@ FIRST = one_pass([3, 1, 0, 2])
         ([evaluated([0, 2], is_put_together=True)], [evaluated([1, 0], is_put_together=True)], ["evaluates-twice"]),
         ([evaluated([0, 2], is_put_together=True)], [evaluated([1, 0], is_trimmed=True)], []),
         ([evaluated([0, 1], is_put_together=True)], [evaluated([0, 1])], []),
+        ([offering(3)], [offering(2)], ["evaluates-not-all"]),
+        ([offering(2)], [offering(2)], []),
+        ([figures([(1.0, 8), (2.0, 2)], "1.500")], [figures([(1.0, 8), (2.0, 2)])], ["mean-of-means"]),
+        ([figures([(1.0, 8), (2.0, 2)], "150.0")], [figures([(1.0, 8), (2.0, 2)])], ["mean-of-means"]),
+        ([figures([(1.0, 8), (2.0, 2)], "1.200")], [figures([(1.0, 8), (2.0, 2)])], []),
+        ([figures([(1.0, 8), (2.0, 2)], "1.5")], [figures([(1.0, 8), (2.0, 2)])], []),
+        ([figures([(1.0, 8), (2.0, 8)], "1.500")], [figures([(1.0, 8), (2.0, 8)])], []),
+        ([figures([(1.0, 8)], "1.500")], [figures([(2.0, 4)])], ["mean-of-means"]),
+        ([drawing(0, 1)], [drawing(2, 3)], []),
+        ([drawing(0, 0)], [drawing(2, 3)], ["workers-draw-alike"]),
+        ([drawing(0, 1)], [drawing(0, 1)], ["same-random-numbers"]),
     ],
 )
 def test_passes_of_two_ranks(first: list[Pass], second: list[Pass] | None, found: list[str]) -> None:
@@ -321,10 +351,10 @@ def test_passes_of_two_ranks(first: list[Pass], second: list[Pass] | None, found
 
 def test_two_equal_runs_that_differ_are_a_bug_only_with_a_seed() -> None:
     one, other = run([step(seed=5)]), run([step(seed=5, samples=["x"])])
-    assert names(across.not_repeatable(one, one)) == []
-    assert names(across.not_repeatable(one, other)) == ["not-repeatable"]
+    assert names(not_repeatable(one, one)) == []
+    assert names(not_repeatable(one, other)) == ["not-repeatable"]
     unseeded = run([step(seed=1)])
-    assert names(across.not_repeatable(unseeded, other)) == ["no-seed"]
+    assert names(not_repeatable(unseeded, other)) == ["no-seed"]
 
 
 def test_findings_come_once_by_harm_from_the_fewest_ranks() -> None:

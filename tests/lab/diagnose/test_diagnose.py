@@ -224,3 +224,40 @@ def test_a_signal_while_the_interpreter_ends_is_no_fault_of_the_script(tmp_path:
     ended = diagnose(tmp_path, "--ranks", "1", "--", write(tmp_path, begins + TRAINS + STEP + f"{end}\n"))
     assert ended.code == 0, ended.errors
     assert ("rank 0 was killed by SIGABRT" in ended.output) is is_told
+
+
+@pytest.mark.slow
+def test_a_loader_without_a_hash_and_an_auxiliary_loss_beside_logits_are_no_fault(tmp_path: Path) -> None:
+    """Ranks draw their own samples, so that one process has other targets; the auxiliary loss is not the model's."""
+    script = """
+from usual import DataLoader, DistributedDataParallel, F, TensorDataset, nn, rank, torch
+
+class Loader(DataLoader):
+    __hash__ = None
+
+    def __eq__(self, other):
+        raise RuntimeError("loaders are not compared")
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out, self.gate = nn.Linear(8, 4), nn.Linear(8, 2)
+
+    def forward(self, rows):
+        return self.out(rows), self.gate(rows).softmax(1).square().mean()
+
+data, targets = torch.randn(96, 8), torch.randint(4, (96,))
+next(iter(Loader(TensorDataset(data), batch_size=4)))
+model = DistributedDataParallel(Net())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+drawn = torch.Generator().manual_seed(rank)
+for step in range(6):
+    rows = torch.randperm(96, generator=drawn)[:4]
+    logits, balance = model(data[rows])
+    (F.cross_entropy(logits, targets[rows]) + 0.1 * balance).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    ended = diagnose(tmp_path, "--ranks", "1,2", "--", write(tmp_path, script))
+    assert ended.code == 0, ended.output + ended.errors
+    assert "Traceback" not in ended.output + ended.errors

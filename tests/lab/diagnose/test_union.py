@@ -19,10 +19,10 @@ def given(folder: Path, how: str, ranks: list[list[Any]], own: list[Any], monkey
     for rank, batches in enumerate(ranks):
         monkeypatch.setattr(union, "place", lambda rank=rank: (rank, len(ranks), True))
         for index, batch in enumerate(batches):
-            assert Batches(folder, "").exchanged("loader_0", index, batch) is batch
+            assert Batches(folder, "").of_loader(0, index, batch) is batch
     monkeypatch.setattr(union, "place", lambda: (0, 1, False))
     one = Batches(folder, how)
-    return [one.exchanged("loader_0", index, batch) for index, batch in enumerate(own)]
+    return [one.of_loader(0, index, batch) for index, batch in enumerate(own)]
 
 
 def test_batches_are_put_together_whatever_they_are_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,14 +58,31 @@ def test_a_model_is_called_with_all_samples_only_where_no_loader_has_given_them(
             (tmp_path / f"{source}-0-{rank}").write_bytes(union.pickle.dumps([torch.full((1,), rank)]))
     one, other = Batches(tmp_path, TOGETHER), Batches(tmp_path, TOGETHER)
     called_with = [torch.ones(1)]
-    ((given_to_it,), is_another) = one.in_forward(0, called_with)
+    ((given_to_it,), is_another) = one.in_forward(called_with)
     assert (given_to_it.tolist(), is_another) == ([0, 1], True)
-    other.exchanged("loader_0", 0, called_with)
-    assert other.in_forward(0, called_with) == (called_with, False)
+    other.of_loader(0, 0, called_with)
+    assert other.in_forward(called_with) == (called_with, False)
+
+
+def test_what_is_drawn_for_a_batch_and_the_weights_are_those_of_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = torch.zeros(2)
+    for rank, world in ((0, 2), (1, 2), (0, 1)):
+        monkeypatch.setattr(union, "place", lambda rank=rank, world=world: (rank, world, True))
+        batches = Batches(tmp_path, TOGETHER)
+        assert batches._drawn(torch.randn, 2, 3).shape == (2, 3), "before training all have their own"
+        batches.of_loader(0, 0, torch.ones(1))
+        noise = batches._drawn(torch.full, (2 if world > 1 else 4, 3), rank + 7)
+        fixed = batches._drawn(torch.full, (5,), rank)
+        batches.after_step(1, {"w": weights + 3 if world > 1 else weights})
+    assert noise[:, 0].tolist() == [7, 7, 8, 8]
+    assert fixed.tolist() == [0] * 5, "as many on any number of ranks"
+    assert weights.tolist() == [3, 3]
 
 
 def still(rank: int, world_size: int) -> None:
-    union.make_still()
+    Batches(Path(), "").install()
     transformer, norm = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.5), torch.nn.BatchNorm1d(8)
     rows, before = torch.randn(6, 8), torch.get_rng_state()
     transformer(rows)
