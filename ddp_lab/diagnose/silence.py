@@ -1,6 +1,7 @@
 """Whether the processes of a script have fallen silent since all wait for each other, and where each stands.
 
-Each process writes a trace of what it does; when it has written nothing for long, it is asked at which line it stands.
+Each process writes a trace of what it does. When none has written anything for long, and none has computed, each is
+asked at which line it stands.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from ddp_lab.diagnose.variables import FOLDER, ended_file
 
 SECONDS = 20.0
-"""So long nothing may be traced until it is asked where all stand."""
+"""So long no process may do anything until it is said where all stand."""
 _ASK_SECONDS = 5.0
 """Between two questions, both of which must have the same answer: one that is only slow has come on."""
+_BUSY_SECONDS = 0.5
+"""So much time of a processor is no work: threads that wait look around now and then."""
 _LOOK_SECONDS = 1.0
 _SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 _WAITS = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/torch/autograd/graph.py")
@@ -40,19 +45,33 @@ class Silence:
         self._ranks = {process: rank for rank, process in enumerate(processes)}
         self._traces, self._roots = traces, roots
         self._since = self._looked = time.monotonic()
-        self._written, self._answer = 0, ""
+        self._written, self._spent, self._answer = 0, 0.0, ""
 
     def where(self) -> str:
-        """Where the processes stand, if nothing was traced for SECONDS and they wait for each other; else empty."""
+        """Where the processes stand, if none has done anything for SECONDS and they wait for each other; else empty."""
         if (now := time.monotonic()) - self._looked < _LOOK_SECONDS:
             return ""
         self._looked, written = now, sum(file.stat().st_size for file in self._traces.glob("*.jsonl"))
-        if written != self._written:
-            self._since, self._written, self._answer = now, written, ""
+        # A backward pass that computes for minutes stands at the line of one that waits for other ranks.
+        spent, is_busy = self._look()
+        if is_busy or written != self._written or abs(spent - self._spent) > _BUSY_SECONDS:
+            self._since, self._written, self._spent, self._answer = now, written, spent, ""
         if now - self._since < SECONDS - _ASK_SECONDS:
             return ""
         self._since, before, self._answer = now - SECONDS + 2 * _ASK_SECONDS, self._answer, self._ask()
         return self._answer if self._answer == before else ""
+
+    def _look(self) -> tuple[float, bool]:
+        """The seconds of a processor that all have used; whether one of them uses it now, or would if it had one."""
+        spent, is_busy = 0.0, False
+        for process in self._ranks:
+            try:
+                for each in (here := psutil.Process(process), *here.children(recursive=True)):
+                    spent += sum(each.cpu_times()[:2])
+                    is_busy |= each.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+            except psutil.Error:
+                continue  # it, or one that it has started, has just ended
+        return spent, is_busy
 
     def _ask(self) -> str:
         asked = {int(file.stem): file for file in self._traces.glob("*.stack")}
