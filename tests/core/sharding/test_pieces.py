@@ -285,8 +285,7 @@ def test_ranks_with_other_weights_are_refused_in_the_first_step(shares: Dealt) -
         owned.reduction.begin()
 
     assert all(
-        message.startswith("before the first step weight is not the same on all ranks")
-        for message in refused(begin)
+        message.startswith("before the first step weight is not the same on all ranks") for message in refused(begin)
     )
 
 
