@@ -42,33 +42,14 @@ def with_one_process(one: Run, run: Run, draws: bool) -> Finding:
     for alone, at in zip(one.ranks[0].steps, run.by_step(), strict=False):
         try:
             rounding = _rounding(alone, at)
+            found = _otherwise(alone, at, rounding, which)
         except UserError as error:
             if not proved:
                 raise
             rest = f"; step {alone.number} is {error}"
             break
-        where, when = at[0].event["site"], f"step {alone.number}"
-        for name in rounding:
-            if not isfinite(sum(at[0].reduced(name))):
-                evidence = f"{when}: the gradient of {name} is not finite, and that of {which} is"
-                return Finding("not-finite", evidence, run.world, where)
-        factors = {
-            name: multiple(alone.reduced(name), at[0].reduced(name)) for name, off in rounding.items() if off > CLEAR
-        }
-        others = {name: factor for name, factor in factors.items() if factor is None or abs(factor - 1) > CLEAR}
-        if others and (doubt := _doubt(alone, at)):
-            raise UserError(f"not proved: the gradient is another, and {doubt}")
-        if others:
-            unseen = next((each["site"] for step in at for each in step.unseen), None)
-            kind = "exchange-without-gradient" if unseen else _kind_of(others, len(rounding), run.world)
-            name, factor = next(iter(others.items()))
-            how = f"{factor:.3g} times" if factor else "no multiple of"
-            of_all = f"({len(others)} of {len(rounding)} parameters)"
-            evidence = f"{when}: the gradient of {name} is {how} that of {which} {of_all}"
-            return Finding(kind, evidence, run.world, unseen or where)
-        if moved := _moved_otherwise(alone, at[0], rounding):
-            evidence = f"{when}: {moved} moves otherwise than in {which}, whose gradient is the same up to rounding"
-            return Finding("other-update", evidence, run.world, where)
+        if found is not None:
+            return found
         last = alone.number
         is_same &= all(alone.gradients[name]["digest"] == at[0].gradients[name]["digest"] for name in rounding)
         proved = {name: max(off, proved.get(name, 0.0)) for name, off in {**proved, **rounding}.items()}
@@ -80,6 +61,35 @@ def with_one_process(one: Run, run: Run, draws: bool) -> Finding:
     when = "step 1" if last == 1 else f"steps 1 to {last}"
     evidence = f"{when}: the gradient{without} is that of {which} {how} ({len(proved)} parameters){rest}"
     return Finding(f"remains-{kept}", evidence, run.world)
+
+
+def _otherwise(alone: Step, at: Sequence[Step], rounding: Mapping[str, float], which: str) -> Finding | None:
+    """What ranks have otherwise in a step than one process, which `which` describes; None where it is only rounding.
+
+    Raises UserError where it may be no bug.
+    """
+    where, when, world = at[0].event["site"], f"step {alone.number}", len(at)
+    for name in rounding:
+        if not isfinite(sum(at[0].reduced(name))):
+            evidence = f"{when}: the gradient of {name} is not finite, and that of {which} is"
+            return Finding("not-finite", evidence, world, where)
+    apart = [name for name, off in rounding.items() if off > CLEAR]
+    factors = {name: multiple(alone.reduced(name), at[0].reduced(name)) for name in apart}
+    others = {name: factor for name, factor in factors.items() if factor is None or abs(factor - 1) > CLEAR}
+    if others and (doubt := _doubt(alone, at)):
+        raise UserError(f"not proved: the gradient is another, and {doubt}")
+    if others:
+        unseen = next((each["site"] for step in at for each in step.unseen), None)
+        kind = "exchange-without-gradient" if unseen else _kind_of(others, len(rounding), world)
+        name, factor = next(iter(others.items()))
+        how = f"{factor:.3g} times" if factor else "no multiple of"
+        of_all = f"({len(others)} of {len(rounding)} parameters)"
+        evidence = f"{when}: the gradient of {name} is {how} that of {which} {of_all}"
+        return Finding(kind, evidence, world, unseen or where)
+    if moved := _moved_otherwise(alone, at[0], rounding):
+        evidence = f"{when}: {moved} moves otherwise than in {which}, whose gradient is the same up to rounding"
+        return Finding("other-update", evidence, world, where)
+    return None
 
 
 def _kind_of(factors: Mapping[str, float | None], parameters: int, ranks: int) -> str:
@@ -189,7 +199,7 @@ def _settings(one: Run, run: Run) -> Iterator[Finding]:
 
 
 def _schedule(one: Run, run: Run) -> Iterator[Finding]:
-    """A schedule that moves on W times a step on W ranks, or ends as late though epochs are shorter; else its rates."""
+    """How a schedule depends on the number of ranks: by its moves in a step, by its rates, or by where it ends."""
     # Before the second step a schedule may have made its first move when it was built, so count from there on.
     moves = [{len(step.schedules) for step in each.ranks[0].steps[1:]} for each in (one, run)]
     event = next((each for step in run.ranks[0].steps[1:] for each in step.schedules), {})

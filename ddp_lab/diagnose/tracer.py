@@ -43,17 +43,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddp_core.base.digests import optimizer_digest
 from ddp_lab.diagnose.loaders import Loaders
 from ddp_lab.diagnose.loss_weights import LossWeights
-from ddp_lab.diagnose.recorder import (
-    Recorder,
-    digest,
-    generators,
-    place,
-    rows,
-    site,
-    some_elements,
-    tensors_of,
-    wrap,
-)
+from ddp_lab.diagnose.recorder import Recorder, digest, generators, place, rows, site, some_elements, tensors_of, wrap
 from ddp_lab.diagnose.silence import answer_where
 from ddp_lab.diagnose.union import Batches
 from ddp_lab.diagnose.variables import BATCHES, FOLDER, GIVEN, STEPS, UNTIL, ended_file
@@ -110,11 +100,11 @@ class Tracer:
         """By its id, each schedule that has moved on."""
         self._is_in_schedule = False
         self._made: list[Tensor] = []
-        """What models have made since the step before the last: where one is called with it, that is no sample."""
+        """Results of models since the step before the last: a model that is called with one is given no sample."""
         self._outside: list[Any] = []
-        """Nodes of autograd that have made it, by a model that was called with another batch than the script has."""
+        """Autograd's nodes of the results, but for losses, of models called with another batch than the script has."""
         self._inside: list[Any] = []
-        """Those of its losses."""
+        """Autograd's nodes of the losses that such models have computed themselves."""
         self._scaler: dict[str, Any] | None = None
         self._loaders = Loaders(recorder, batches)
         self._root: nn.Module | None = None

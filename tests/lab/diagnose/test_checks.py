@@ -102,7 +102,13 @@ def test_elements_that_weigh_more_on_one_rank() -> None:
 
 
 def with_one_process(seen: dict[str, list[float]], **changes: Any) -> Finding:
-    """What is found where two ranks have used these gradients; one process has [1, 2] and [3] with their samples."""
+    """What is found of one step; `both` takes the same words."""
+    one, *ranks = both(seen, **changes)
+    return across.with_one_process(run([one]), run(*([each] for each in ranks)), changes.get("draws", False))
+
+
+def both(seen: dict[str, list[float]], number: int = 1, **changes: Any) -> list[Step]:
+    """The step of one process, then of two ranks that have used these gradients; it has [1, 2] and [3] of them all."""
 
     def gradients(used: dict[str, list[float]]) -> dict[str, Any]:
         return {
@@ -113,17 +119,17 @@ def with_one_process(seen: dict[str, list[float]], **changes: Any) -> Finding:
     def updates(used: dict[str, list[float]], rate: float) -> dict[str, Any]:
         return {name: [-rate * element for element in each] for name, each in used.items()}
 
-    rate, unseen, draws = changes.pop("rate", 0.1), changes.pop("unseen", []), changes.pop("draws", False)
+    rate, unseen, _ = changes.pop("rate", 0.1), changes.pop("unseen", []), changes.pop("draws", False)
     used, moved, scale = {"w": [1.0, 2.0], "b": [3.0], "k": [1e-9]}, changes.pop("moved", []), changes.pop("scale", 1.0)
     buffers, batches = changes.pop("buffers", {}), changes.pop("batches", [])
-    one = step(**{"samples": ["a", "b"], "gradients": gradients(used), "updates": updates(used, 0.1)} | changes)
+    one = step(number, **{"samples": ["a", "b"], "gradients": gradients(used), "updates": updates(used, 0.1)} | changes)
     one.forwards[0]["moved"] = moved
     one.forwards[0]["buffers"] = buffers
     did = {"gradients": gradients(seen), "updates": updates(seen, rate)}
-    ranks = [[step(rank=rank, world=2, samples=["ab"[rank]], **did)] for rank in range(2)]
-    ranks[0][0].unseen.extend(unseen)
-    ranks[0][0].batches.extend(batches)
-    return across.with_one_process(run([one]), run(*ranks), draws)
+    ranks = [step(number, rank=rank, world=2, samples=["ab"[rank]], **did) for rank in range(2)]
+    ranks[0].unseen.extend(unseen)
+    ranks[0].batches.extend(batches)
+    return [one, *ranks]
 
 
 @pytest.mark.parametrize(
@@ -176,6 +182,15 @@ def test_the_step_is_that_of_one_process_with_the_samples_of_all_ranks(
 def test_where_nothing_is_proved_that_is_said(seen: list[float], changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=f"not proved: .*{said}"):
         with_one_process({"w": seen}, **changes)
+
+
+def test_a_later_step_of_which_nothing_is_proved_ends_what_is_proved() -> None:
+    doubtful = both({"w": [2.0, 1.0]}, 2, generators={"torch": "moved on"})
+    one, *ranks = (run(list(steps)).ranks[0].steps for steps in zip(both({"w": [1.0, 2.0]}), doubtful, strict=True))
+    found = across.with_one_process(run(one), run(*ranks), draws=False)
+    assert found.name == "remains-samples"
+    assert found.evidence.startswith("step 1: ")
+    assert "; step 2 is not proved: the gradient is another" in found.evidence
 
 
 def test_a_schedule_that_counts_samples_is_by_design() -> None:
