@@ -149,7 +149,7 @@ def _same_order(run: Run, passes: Sequence[Pass]) -> Iterator[Finding]:
 
 
 def evaluations(run: Run) -> Iterator[Finding]:
-    """An evaluation of which each rank has a share: nobody puts these together, or samples count twice or never."""
+    """An evaluation whose samples count twice or never, or whose ranks keep the figures of their shares apart."""
     for passes in zip(*(rank.evaluated_passes() for rank in run.ranks), strict=False):
         if not all(each.is_complete for each in passes):
             continue

@@ -101,7 +101,7 @@ class _Loader:
 
 
 class _Sampler:
-    """Stands in for a loader's sampler, and notes what it draws."""
+    """Goes through a loader's sampler in its place, and notes the indices that it gives."""
 
     def __init__(self, sampler: Any, worker: _Worker) -> None:
         self._sampler, self._worker = sampler, worker
@@ -131,7 +131,7 @@ class _Loaded(NamedTuple):
 
 
 class _Worker:
-    """Stands in for a loader's own functions in the processes that load."""
+    """Calls a loader's worker_init_fn and collate_fn, and notes what random numbers are drawn between them."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._begin, self._collate, self._dataset = loader.worker_init_fn, loader.collate_fn, loader.dataset

@@ -139,7 +139,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def generators(holder: Any = None) -> dict[str, str]:
-    """Digests of the states of the process's generators, and of those that an object, or what it is made of, holds."""
+    """Digests of the states of this process's random generators, and of those that are found in an object."""
     _, keys, position, *_ = np.random.get_state(legacy=True)
     found = {
         "torch": digest(torch.get_rng_state()),

@@ -39,7 +39,7 @@ def answer_where() -> None:
 
 
 class Silence:
-    """Looks from time to time at the processes that have been started, and at all that these have started."""
+    """Watches the processes of a run, and all that they have started, for the time in which none does anything."""
 
     def __init__(self, processes: Sequence[int], traces: Path, roots: Sequence[Path]) -> None:
         self._ranks = {process: rank for rank, process in enumerate(processes)}

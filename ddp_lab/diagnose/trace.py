@@ -46,7 +46,7 @@ class Step:
         return self.event["gradients"]  # type: ignore[no-any-return]
 
     def named(self, what: str) -> dict[str, Any]:
-        """By name, what should be the same on all ranks: `gradients`, `rates`, `buffers`, `weights` or so `_before`."""
+        """By name, what all ranks should have alike: `gradients`, `rates`, `buffers`, `weights` or `weights_before`."""
         if what == "gradients":
             return {name: each["digest"] for name, each in self.gradients.items()}
         if what == "rates":

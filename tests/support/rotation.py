@@ -87,7 +87,7 @@ class Rotation:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write down the days, and fail where a test is overdue."""
-        # Another session may have written its own meanwhile.
+        # Another session of tests may have written days into the file since this one has read it.
         known: dict[str, str] = json.loads(self._days.read_text())["passed"]
         passed = known | {test: str(day) for test, day in self._passed.items() if str(day) >= known.get(test, "")}
         days = {test: day for test, day in sorted(passed.items()) if self._has_file(test)}
