@@ -158,14 +158,14 @@ class _Messages(Channel):
             elif out.numel():
                 sum_in_one_level(exchange, own, out, plan)
 
-    def on_any(self, flags: Sequence[bool]) -> list[bool]:
-        """For each flag whether it is set on any replica. Raises UserError where these do not fit together."""
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of all replicas, for each number. Raises UserError where these do not fit together."""
         for what, digest in (("micro-batches, parameters, threads or torch", self._facts), ("weights", self._weights)):
             rows = self._everyones(list(hashlib.sha256(digest).digest()))
             other = next((number for number, row in enumerate(rows) if row != rows[0]), None)
             if other is not None:
                 raise UserError(f"replica {other} of {len(rows)} has other {what} than replica 0")
-        return [any(column) for column in zip(*self._everyones([int(flag) for flag in flags]), strict=True)]
+        return [max(column) for column in zip(*self._everyones(list(map(int, numbers))), strict=True)]
 
     def _everyones(self, row: list[int]) -> list[list[int]]:
         """The rows of all replicas, as long as this one."""

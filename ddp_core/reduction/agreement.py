@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import warnings
 from functools import partial
 from typing import TypeVar
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.digests import fast_digest, first_difference
 
+from .communication import Channel
 from .flat import Gradients
 from .refusal import OtherWeights
 
@@ -97,6 +99,18 @@ def require_equal_weights(group: dist.ProcessGroup, module: nn.Module, when: str
             f"{when} {found}: seed all ranks alike before the model is made or load the same weights on all of them, "
             "and change them by what is the same on every rank: scale, optimizer, callbacks and hooks. Else a machine "
             "computes wrongly"
+        )
+
+
+def require_equal_scale(channel: Channel, scale: float, step: int) -> None:
+    """Raise OtherWeights on all ranks where one finishes a step with another scale; a collective."""
+    bits = struct.pack("d", scale)
+    # Each byte is the smallest as well as the largest of all ranks.
+    both = [*bits, *(255 - each for each in bits)]
+    if channel.largest(both) != both:
+        raise OtherWeights(
+            f"step {step} of this start: `finish` has another scale on another rank, {float(scale)} on this one: give "
+            "all ranks the same, such as 1 / the samples of all of them"
         )
 
 

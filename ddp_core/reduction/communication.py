@@ -223,8 +223,8 @@ class Channel:
 
         self.submit(transfer(), out).wait()
 
-    def on_any(self, flags: Sequence[bool]) -> list[bool]:
-        """For each flag whether it is set on any rank; a collective of a group of several ranks.
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of all ranks, for each of these numbers from 0 to 255; a collective of a group of several ranks.
 
         In host memory where the group can, so that the host waits for no CUDA device.
         """
@@ -232,14 +232,14 @@ class Channel:
         if group is None:
             raise closed()
         device = torch.device("cpu") if carries_host_memory(group) else self.device
-        found = torch.tensor(flags, dtype=torch.uint8, device=device)
+        found = torch.tensor(numbers, dtype=torch.uint8, device=device)
 
         def reduce() -> Tensor:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
             return found
 
         self.submit(in_last_phase(reduce), found).wait()
-        return [bool(each) for each in found.tolist()]
+        return found.tolist()
 
     def give_up(self, error: Exception) -> None:
         """See `ExactReduction.give_up`."""

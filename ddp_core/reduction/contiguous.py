@@ -92,7 +92,7 @@ class ContiguousShares:
             self._sum_all()
             if self._can_overlap and self._all_used is None:
                 lacks = [not self._uses_all]
-                self._all_used = not any(self._channel.on_any(lacks) if self._world_size > 1 else lacks)
+                self._all_used = not any(self._channel.largest(lacks) if self._world_size > 1 else lacks)
         elif len(self._hook.reduced) < len(self._gradients.parameters):
             # DDP sends whole buckets, one after another, so most of what it has not sent may have its gradient.
             unsent = [index for index in range(len(self._gradients.parameters)) if index not in self._hook.reduced]
@@ -159,12 +159,12 @@ class ContiguousShares:
             parts = [part.view(g.shape) for part, g in zip(torch.split(out, sizes), sums, strict=True)]
             foreach_copy_(sums, parts)
 
-    def _used_anywhere(self, subtrees: Sequence[Subtree]) -> list[bool]:
-        """For each parameter, whether any micro-batch of any rank has a gradient for it."""
+    def _used_anywhere(self, subtrees: Sequence[Subtree]) -> list[int]:
+        """For each parameter, 1 if any micro-batch of any rank has a gradient for it, else 0."""
         own = zip(*(subtree.tensors for subtree in subtrees), strict=True)
         seen = [any(gradient is not None for gradient in gradients) for gradients in own]
         # A rank without a micro-batch has no subtree.
-        return self._channel.on_any(seen or [False] * len(self._gradients.parameters))
+        return self._channel.largest(seen or [False] * len(self._gradients.parameters))
 
 
 @dataclass

@@ -17,6 +17,7 @@ from .agreement import (
     refuse_inexact,
     refuse_unknown_shares,
     require_agreement,
+    require_equal_scale,
     require_equal_weights,
     warn_of_threads,
 )
@@ -109,8 +110,8 @@ class ExactReduction:
     buffers, SyncBatchNorm, DDP's mixed precision or ignored parameters, complex parameters on several ranks, sparse
     gradients, in any step a buffer that forward changes, a parameter that forward changes otherwise in each
     micro-batch, parameters whose `requires_grad` is another than when the reduction was made, and ranks that do not
-    agree (on the numbers of threads and micro-batches, parameters, torch; before the first step and after steps 1, 2,
-    4, 8 … on the weights, which a `scale` of one rank alone changes). Warns where torch chose the number of threads
+    agree (on the numbers of threads and micro-batches, parameters, torch; in each step on `scale`; before the first
+    step and after steps 1, 2, 4, 8 … on the weights). Warns where torch chose the number of threads
     itself, since another number has other bits.
     """
 
@@ -150,7 +151,7 @@ class ExactReduction:
         self._shares: Shares
         self._own = own
         self.compares_updates = True
-        """Whether ranks compare their weights not only before the first step, but also after steps 1, 2, 4, 8 …"""
+        """Whether ranks compare the scale in each step, and their weights also after steps 1, 2, 4, 8 …"""
         if own is not None:
             self._shares, self._gradients, self._channel = own, own.gradients, own.channel
             self._reduced, self._to_compare = own.reduced, own.weights_to_compare
@@ -242,6 +243,8 @@ class ExactReduction:
         self._foreign.refuse_changed()
         total = self._statistics.zeros()
         self._shares.finish(total, scale)
+        if self.compares_updates and self._to_compare is not None:
+            require_equal_scale(self._channel, scale, self._steps)
         self._statistics.finish(total)
         self._has_begun, self._run, self.share = False, 0, self._full_share
 

@@ -25,7 +25,8 @@ REFUSED = {
     "type": f"{FIRST}64 (3, 2, 3, 3)",
     "number": "parameters is 2 on rank 0, but 1 on rank 2",
     "weights": "before the first step 0.weight is not the same on all ranks (differs: 2 of 3)",
-    "scale": "after step 1 of this start 0.weight is not the same on all ranks (differs: 2 of 3)",
+    "update": "after step 1 of this start 0.weight is not the same on all ranks (differs: 2 of 3)",
+    "scale": "step 1 of this start: `finish` has another scale on another rank",
 }
 
 
@@ -49,14 +50,14 @@ def test_ranks_that_do_not_agree_are_refused_everywhere(what: str, monkeypatch: 
                 for index in exact.share:
                     with exact.micro_batch(index):
                         net(torch.ones(1, 2, 3, 3)).sum().backward()
-                exact.finish(scale=1 + (odd == "scale"))
-                torch.optim.SGD(net.parameters(), 0.1).step()
+                exact.finish(scale=1 + 2**-52 * (odd == "scale"))
+                torch.optim.SGD(net.parameters(), 0.1 + (odd == "update")).step()
                 exact.begin()
         except ValueError as error:
             return str(error)
         return ""
 
-    found = on_thread_world(3, told)
+    found = [each.partition(", 1")[0] for each in on_thread_world(3, told)]  # each rank says its own scale
     assert found == found[:1] * 3
     assert REFUSED[what] in found[0]
     assert bool(found[0]) == bool(REFUSED[what])

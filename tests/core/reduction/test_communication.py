@@ -125,7 +125,7 @@ def test_an_exchange_after_the_end_is_refused(monkeypatch: pytest.MonkeyPatch) -
         channel, tensor = Channel(group, CPU, None), torch.ones(2)
         channel.close()
         found = []
-        for exchange in (lambda: channel.sum([tensor], tensor, 2), lambda: channel.on_any([True])):
+        for exchange in (lambda: channel.sum([tensor], tensor, 2), lambda: channel.largest([1])):
             with pytest.raises(RuntimeError) as caught:
                 exchange()
             found.append(str(caught.value))
