@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.digests import bytes_of
-from ddp_lab.diagnose.variables import ROOTS
+from ddp_lab.diagnose.task import task
 
 ELEMENTS = 64
 """So many elements of each gradient are written: enough to tell a factor, and sums and means of them stay exact."""
@@ -112,12 +112,11 @@ def place() -> tuple[int, int, bool]:
 
 def site() -> str | None:
     """The line of the script's own code that is being executed, as `train.py:31`; None where none is."""
-    roots = [root for root in os.environ.get(ROOTS, "").split(os.pathsep) if root]
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_TORCH, _LAB)):
-            for root in roots:
+            for root in task().roots:
                 if file.startswith(root + os.sep):
                     return f"{file[len(root) + 1 :]}:{frame.f_lineno}"
         frame = frame.f_back

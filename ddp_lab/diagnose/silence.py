@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from ddp_lab.diagnose.variables import FOLDER, ended_file
+from ddp_lab.diagnose.task import ended_file, task
 
 SECONDS = 20.0
 """So long no process may do anything until it is said where all stand."""
@@ -34,7 +34,7 @@ _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 def answer_where() -> None:
     """In a process of the script: write the lines at which its threads stand when it is asked."""
-    stack = Path(os.environ[FOLDER], f"{os.getpid()}.stack").open("a")  # noqa: SIM115 - it is written at any time
+    stack = Path(task().traces, f"{os.getpid()}.stack").open("a")  # noqa: SIM115 - it is written at any time
     faulthandler.register(_SIGNAL, file=stack, all_threads=True)
 
 

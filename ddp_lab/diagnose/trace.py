@@ -161,7 +161,7 @@ class Run:
             yield list(steps)
 
 
-def read_run(folder: Path, problem: str = "") -> Run:
+def read_run(folder: Path) -> Run:
     """The run whose processes have written their traces into `folder`: those with at least one step, by rank.
 
     Raises UserError where two processes have been the same rank.
@@ -176,7 +176,7 @@ def read_run(folder: Path, problem: str = "") -> Run:
             )
         if rank.steps:
             ranks[rank.rank] = rank
-    return Run([ranks[number] for number in sorted(ranks)], folder, problem)
+    return Run([ranks[number] for number in sorted(ranks)], folder)
 
 
 def _events(file: Path) -> Iterator[Event]:

@@ -45,8 +45,8 @@ from ddp_lab.diagnose.loaders import Loaders
 from ddp_lab.diagnose.loss_weights import LossWeights
 from ddp_lab.diagnose.recorder import Recorder, digest, generators, place, rows, site, some_elements, tensors_of, wrap
 from ddp_lab.diagnose.silence import answer_where
+from ddp_lab.diagnose.task import Task, ended_file, task
 from ddp_lab.diagnose.union import Batches
-from ddp_lab.diagnose.variables import BATCHES, FOLDER, GIVEN, STEPS, UNTIL, ended_file
 
 LONGER = 6
 """For a second epoch so many times the steps are seen at most."""
@@ -68,21 +68,20 @@ _FADED = 1e-6
 def install() -> None:
     """Hook into torch, which was just loaded."""
     answer_where()
-    atexit.register(lambda: ended_file(Path(os.environ[FOLDER]), os.getpid()).touch())
+    mine = task()
+    atexit.register(lambda: ended_file(Path(mine.traces), os.getpid()).touch())
     batches = None
-    if os.environ.get(BATCHES):
-        batches = Batches(Path(os.environ[BATCHES]), os.environ[GIVEN])
+    if mine.given is not None:
+        batches = Batches(Path(mine.batches), mine.given)
         batches.install()
-    recorder = Recorder(Path(os.environ[FOLDER]))
-    Tracer(recorder, int(os.environ[STEPS]), os.environ.get(UNTIL, ""), batches).install()
+    Tracer(Recorder(Path(mine.traces)), mine, batches).install()
 
 
 class Tracer:
     """What is known of this process between two optimizer steps."""
 
-    def __init__(self, recorder: Recorder, steps: int, until: str, batches: Batches | None) -> None:
-        self._recorder, self._batches = recorder, batches
-        self._wanted, self._until = steps, until
+    def __init__(self, recorder: Recorder, task: Task, batches: Batches | None) -> None:
+        self._recorder, self._task, self._batches = recorder, task, batches
         self._losses = LossWeights(recorder)
         self._steps = self._made_before = 0
         self._is_saved = False
@@ -259,7 +258,7 @@ class Tracer:
     def _before_step(self, optimizer: Optimizer, words: Any, named: Any) -> None:
         if self._stepping is not None:  # an optimizer inside of another one
             return
-        if self._until == "saved" and self._is_saved and self._steps >= min(2, self._wanted):
+        if self._task.until == "saved" and self._is_saved and self._steps >= min(2, self._task.steps):
             self._stop()
         self._is_saved = False
         self._stepping = optimizer
@@ -347,10 +346,12 @@ class Tracer:
         return found
 
     def _is_enough(self) -> bool:
-        if self._steps < self._wanted or self._until == "saved":
+        if self._steps < self._task.steps or self._task.until == "saved":
             return False
-        most = LONGER * self._wanted
-        return self._until != "epoch" or self._steps >= most or not self._loaders.second_pass_comes(self._steps, most)
+        most = LONGER * self._task.steps
+        return (
+            self._task.until != "epoch" or self._steps >= most or not self._loaders.second_pass_comes(self._steps, most)
+        )
 
     def _stop(self) -> None:
         """End the process once every rank has come here: none loses a peer while it still needs it."""
@@ -358,7 +359,7 @@ class Tracer:
         self._is_in_schedule = True  # what moves on now is no event
         # Rank 0's schedules are looked at alone, and each takes a sixth of a second.
         self._recorder.write("stopped", ends=[_end(each) for each in self._schedules.values() if rank == 0])
-        folder = Path(os.environ[FOLDER])
+        folder = Path(self._task.traces)
         (folder / f"{rank}.stopped").touch()
         deadline = time.monotonic() + _WAIT_SECONDS
         while len(list(folder.glob("*.stopped"))) < world and time.monotonic() < deadline:
