@@ -175,11 +175,11 @@ def _gradient(runner: Runner, runs: dict[int, Run], steps: int) -> list[Finding]
         return []
     print(f"running {in_words(ranks)}, and one process with their samples …", flush=True)
     run = runner.run(ranks, Task(steps, given=""))
-    forwards = [len(each.ranks[0].steps[0].forwards) for each in (runs[1], runs[ranks])]
+    forwards = [len(each.ranks[0].steps[0].of("forward")) for each in (runs[1], runs[ranks])]
     given = ONE_BY_ONE if forwards[0] == ranks * forwards[1] else TOGETHER
     given = "" if across.has_samples_of(runs[1], run) else given
     one = runner.run(1, Task(steps, given=given, batches=str(run.folder)))
-    draws = any(forward["moved"] for step in next(runs[ranks].by_step()) for forward in step.forwards)
+    draws = any(forward["draws"] for step in next(runs[ranks].by_step()) for forward in step.of("forward"))
     return [across.with_one_process(one, run, draws)]
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_lab.diagnose.recorder import Recorder, generators, rows, site, wrap
+from ddp_lab.diagnose.recorder import Recorder, changed, generators, rows, site, wrap
 from ddp_lab.diagnose.union import Batches
 
 
@@ -154,8 +154,7 @@ class _Worker:
         """They are loaded, and become a batch."""
         batch, before = self._collate(samples), self._states
         self.note()
-        both = {name: (before.get(name, state), state) for name, state in self._states.items()}
-        return _Loaded(batch, self._number, {name: each for name, each in both.items() if each[0] != each[1]})
+        return _Loaded(batch, self._number, changed(before, self._states))
 
 
 class _Batches:

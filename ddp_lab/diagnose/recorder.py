@@ -148,6 +148,11 @@ def generators(holder: Any = None) -> dict[str, str]:
     return found | dict(_held(holder, "the data set", 3))
 
 
+def changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """By generator, its state before and after, where that is another."""
+    return {name: (before[name], state) for name, state in after.items() if before.get(name, state) != state}
+
+
 def _held(holder: Any, name: str, depth: int) -> Iterator[tuple[str, str]]:
     if isinstance(holder, torch.Generator):
         yield name, digest(holder.get_state())

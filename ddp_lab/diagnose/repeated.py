@@ -53,9 +53,9 @@ def _differences(step: Step, other: Step) -> Iterator[tuple[str, str]]:
         yield "rate", f"step {step.number} has the rate {two['rates']}, and otherwise {one['rates']}"
     if step.samples != other.samples:
         yield "samples", "other samples, or the same ones otherwise augmented"
-    for forward, beside in zip(step.forwards, other.forwards, strict=False):
-        for name in forward["moved"]:
-            if forward["generators"][name] != beside["generators"].get(name):
+    for forward, beside in zip(step.of("forward"), other.of("forward"), strict=False):
+        for name, (state, _) in forward["draws"].items():
+            if state != beside["generators"].get(name):
                 yield "generators", f"forward draws from {name}, which stands elsewhere"
     if name := first_difference(step.named("gradients"), other.named("gradients")):
         yield "gradient", f"the same weights and samples give another gradient of {name}"

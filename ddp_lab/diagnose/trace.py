@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,22 +12,19 @@ from typing import Any
 from ddp_core.base.errors import UserError
 
 Event = dict[str, Any]
-_STEP_EVENTS = ("forward", "loss", "backward", "clip", "schedule", "batch", "unseen")
-"""In the order of the fields of a Step."""
 
 
 @dataclass
 class Step:
-    """One optimizer step of a rank, and the events since the one before it."""
+    """One optimizer step of a rank."""
 
     event: Event
-    forwards: list[Event] = field(default_factory=list)
-    losses: list[Event] = field(default_factory=list)
-    backwards: list[Event] = field(default_factory=list)
-    clips: list[Event] = field(default_factory=list)
-    schedules: list[Event] = field(default_factory=list)
-    batches: list[Event] = field(default_factory=list)
-    unseen: list[Event] = field(default_factory=list)
+    events: Mapping[str, list[Event]]
+    """By kind, those since the step before it."""
+
+    def of(self, kind: str) -> list[Event]:
+        """The events of a kind since the step before it."""
+        return self.events.get(kind, [])
 
     @property
     def number(self) -> int:
@@ -36,9 +34,9 @@ class Step:
     @property
     def samples(self) -> list[str]:
         """Digests of the samples that the model was trained on, in their order; none where its loss is of others."""
-        if any(each["outside"] for each in self.backwards):
+        if any(each["outside"] for each in self.of("backward")):
             return []
-        return [each for forward in self.forwards for each in forward["samples"]]
+        return [each for forward in self.of("forward") for each in forward["samples"]]
 
     @property
     def gradients(self) -> dict[str, dict[str, Any]]:
@@ -52,7 +50,7 @@ class Step:
         if what == "rates":
             return {f"group {number}": rate for number, rate in enumerate(self.event["rates"])}
         if what == "buffers":  # when a forward pass has begun, after DDP has made them equal where it does
-            return self.forwards[0]["buffers"] if self.forwards else {}
+            return next((each["buffers"] for each in self.of("forward")), {})
         return self.event[what]  # type: ignore[no-any-return]
 
     def reduced(self, name: str) -> list[float]:
@@ -65,62 +63,59 @@ class Pass:
     """A DataLoader of one rank, gone through once."""
 
     begin: Event
-    batches: list[Event] = field(default_factory=list)
+    events: defaultdict[str, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    """By kind: its batches and its end; and of its evaluation, what was found and printed until the next training."""
     is_trained_on: bool = False
-    is_complete: bool = False
-    evaluation: Event | None = None
-    """The first call of a model that was not trained on it."""
-    figures: list[Event] = field(default_factory=list)
-    """Means over a batch's elements, of its evaluation."""
-    printed: list[str] = field(default_factory=list)
-    """Numbers that the script has printed between its evaluation and the next training."""
-    is_put_together: bool = False
-    """Whether ranks have exchanged figures between its evaluation and the next training."""
-    is_trimmed: bool = False
-    """Whether the exchange has taken out what a loader had put in twice."""
+
+    def of(self, kind: str) -> list[Event]:
+        """The events of a kind that belong to it."""
+        return self.events.get(kind, [])
 
     @property
     def ids(self) -> list[int] | None:
         """The indices of its samples, in their order; None where they are unknown."""
-        if not self.batches or any(each["ids"] is None for each in self.batches):
+        if any(each["ids"] is None for each in self.of("batch")):
             return None
-        return [each for batch in self.batches for each in batch["ids"]]
+        return [each for batch in self.of("batch") for each in batch["ids"]] or None
 
     @property
     def rows(self) -> list[str]:
         """Digests of its samples' content, in their order."""
-        return [each for batch in self.batches for each in batch["rows"]]
+        return [each for batch in self.of("batch") for each in batch["rows"]]
 
 
 @dataclass
 class Rank:
     """What one rank has done."""
 
-    rank: int
+    rank: int = 0
     steps: list[Step] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
-    seed_at_start: int | None = None
-    has_saved: bool = False
-    schedule_ends: list[int] = field(default_factory=list)
-    """By schedule, after how many moves it ends; 0 where it does not."""
+    events: defaultdict[str, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    """By kind, all other ones."""
 
     @property
     def is_seeded(self) -> bool:
         """Whether the script has set the seed of torch's generator."""
-        return bool(self.steps) and self.steps[0].event["seed"] != self.seed_at_start
+        return bool(self.steps) and self.steps[0].event["seed"] != self.events["start"][0]["seed"]
+
+    @property
+    def schedule_ends(self) -> list[int]:
+        """By schedule, after how many moves it ends; 0 where it does not."""
+        return [end for each in self.events["stopped"] for end in each["ends"]]
 
     def training_passes(self) -> list[Pass]:
         """The passes of the loader that a model was trained on most often, in their order."""
         trained = [each for each in self.passes if each.is_trained_on]
         if not trained:
             return []
-        most = max(trained, key=lambda each: len(each.batches)).begin["loader"]
+        most = max(trained, key=lambda each: len(each.of("batch"))).begin["loader"]
         return [each for each in trained if each.begin["loader"] == most]
 
     def evaluated_passes(self) -> list[Pass]:
         """The passes of loaders that no model was trained on, but called on, in their order."""
         trained = {each.begin["loader"] for each in self.passes if each.is_trained_on}
-        return [each for each in self.passes if each.evaluation is not None and each.begin["loader"] not in trained]
+        return [each for each in self.passes if each.of("evaluation") and each.begin["loader"] not in trained]
 
 
 @dataclass
@@ -143,7 +138,7 @@ class Run:
     @property
     def has_saved(self) -> bool:
         """Whether a rank has called torch.save."""
-        return any(rank.has_saved for rank in self.ranks)
+        return any(rank.events["saved"] for rank in self.ranks)
 
     @property
     def is_connected(self) -> bool:
@@ -187,51 +182,36 @@ def _events(file: Path) -> Iterator[Event]:
 
 
 def _rank(events: Iterator[Event]) -> Rank:
-    rank = Rank(0)
-    kept: dict[str, list[Event]] = {name: [] for name in _STEP_EVENTS}
+    rank = Rank()
+    since: defaultdict[str, list[Event]] = defaultdict(list)
     passes: dict[tuple[int, int], Pass] = {}
     latest: Pass | None = None
     evaluated: list[Pass] = []
     for event in events:
         kind = event["event"]
         if kind == "step":
-            rank.steps.append(Step(event, *kept.values()))
-            kept = {name: [] for name in _STEP_EVENTS}
-            rank.rank = int(event["rank"])
+            rank.steps.append(Step(event, since))
+            rank.rank, since = int(event["rank"]), defaultdict(list)
             continue
-        if kind in kept:
-            kept[kind].append(event)
-        if kind == "start":
-            rank.seed_at_start = event["seed"]
-        elif kind == "saved":
-            rank.has_saved = True
-        elif kind == "stopped":
-            rank.schedule_ends = event["ends"]
-        elif kind == "pass":
+        since[kind].append(event)
+        if kind == "pass":
             rank.passes.append(Pass(event))
             passes[event["loader"], event["pass"]] = rank.passes[-1]
         elif kind in ("batch", "end"):
             latest = passes[event["loader"], event["pass"]]
-            if kind == "end":
-                latest.is_complete = True
-            else:
-                latest.batches.append(event)
+            latest.events[kind].append(event)
         elif kind == "evaluation" and rank.steps:  # one before the first step only tries whether it runs
             evaluated.append(passes[event["loader"], event["pass"]])
-            evaluated[-1].evaluation = event
-        elif kind == "figure" and evaluated:
-            evaluated[-1].figures.append(event)
-        elif kind == "printed":
-            for each in evaluated:
-                each.printed += event["numbers"]
-        elif kind == "exchange":
-            for each in evaluated:
-                each.is_put_together = True
-                each.is_trimmed |= event["trims"]
+            evaluated[-1].events[kind].append(event)
+        elif kind in ("figure", "printed", "exchange"):
+            for each in evaluated[-1:] if kind == "figure" else evaluated:
+                each.events[kind].append(event)
         elif kind == "forward":
             evaluated.clear()
             if latest is not None:
                 latest.is_trained_on = True
+        else:
+            rank.events[kind].append(event)
     return rank
 
 

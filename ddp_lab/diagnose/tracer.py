@@ -43,7 +43,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddp_core.base.digests import optimizer_digest
 from ddp_lab.diagnose.loaders import Loaders
 from ddp_lab.diagnose.loss_weights import LossWeights
-from ddp_lab.diagnose.recorder import Recorder, digest, generators, place, rows, site, some_elements, tensors_of, wrap
+from ddp_lab.diagnose.recorder import (
+    Recorder,
+    changed,
+    digest,
+    generators,
+    place,
+    rows,
+    site,
+    some_elements,
+    tensors_of,
+    wrap,
+)
 from ddp_lab.diagnose.silence import answer_where
 from ddp_lab.diagnose.task import Task, ended_file, task
 from ddp_lab.diagnose.union import Batches
@@ -165,7 +176,7 @@ class Tracer:
             self._recorder.write(
                 "forward",
                 **{"samples": rows(given), "sync": sync, "generators": before, "buffers": self._buffer_digests},
-                moved=[name for name, state in generators().items() if state != before[name]],
+                draws=changed(before, generators()),
             )
             if self._batches is not None:
                 self._made += (results := list(tensors_of([result])))
