@@ -36,18 +36,15 @@ class Recorder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: TextIO | None = None
-        os.register_at_fork(after_in_child=self._forget)
+        self._process = 0
 
     def write(self, event: str, **details: Any) -> None:
         """Append one event; it is in the file when this returns."""
-        if self._file is None:
-            self._file = (self._folder / f"{os.getpid()}.jsonl").open("a")
+        if self._file is None or self._process != os.getpid():
+            self._process = os.getpid()
+            self._file = (self._folder / f"{self._process}.jsonl").open("a")
         self._file.write(json.dumps({"event": event} | details) + "\n")
         self._file.flush()
-
-    def _forget(self) -> None:
-        # What the parent has written is flushed already, so the child's copy of the file has nothing left to write.
-        self._file = None
 
 
 def digest(tensor: Tensor) -> str:

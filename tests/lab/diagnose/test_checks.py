@@ -16,8 +16,8 @@ from ddp_core.base.errors import UserError
 from ddp_lab.diagnose import across, checks
 from ddp_lab.diagnose.findings import KINDS, Finding, by_harm
 from ddp_lab.diagnose.repeated import not_repeatable, not_restored
+from ddp_lab.diagnose.schedules import end_of
 from ddp_lab.diagnose.trace import Event, Pass, Rank, Run, Step, read_run
-from ddp_lab.diagnose.tracer import _end
 from tests.support.wording import refusing
 
 
@@ -234,8 +234,8 @@ def test_a_schedules_end_is_where_its_rate_is_the_lowest(kind: Any, words: dict[
     for _ in range(3):
         schedule.optimizer.step()
         schedule.step()
-    assert _end(schedule) == end
-    assert _end(object()) == 0, "a script's own schedule may have no optimizer"
+    assert end_of(schedule) == end
+    assert end_of(object()) == 0, "a script's own schedule may have no optimizer"
 
 
 def test_a_gradient_is_not_finite_where_that_of_one_process_is() -> None:
