@@ -9,8 +9,9 @@ from typing import Any
 
 from ddp_core.base.errors import UserError
 from ddp_lab.diagnose.checks import CLEAR
+from ddp_lab.diagnose.differences import differing
 from ddp_lab.diagnose.findings import Finding
-from ddp_lab.diagnose.trace import Run, Step, differing
+from ddp_lab.diagnose.trace import Run, Step
 
 _DRAW_AGAIN = ("WeightedRandomSampler",)
 """Samplers that draw samples more than once on purpose."""
@@ -225,7 +226,7 @@ def _schedule(one: Run, run: Run) -> Iterator[Finding]:
     if moves != [{1}, {1}] or not all(passes):
         return
     epochs = [
-        (each[0].begin["length"] or 0) // len(some[0].of("forward")) for each, some in zip(passes, steps, strict=True)
+        (each[0].event["length"] or 0) // len(some[0].of("forward")) for each, some in zip(passes, steps, strict=True)
     ]
     for end, other_end in zip(one.ranks[0].schedule_ends, run.ranks[0].schedule_ends, strict=False):
         if end == other_end and end and 0 < epochs[1] < epochs[0] >= _LEAST_STEPS and end % epochs[0] == 0:
@@ -262,15 +263,15 @@ def _epoch(one: Run, run: Run) -> Iterator[Finding]:
     if not all(each and each[0].of("end") and each[0].of("batch") for each in passes):
         return
     alone, *ranks = (each[0] for each in passes)
-    if alone.begin["sampler"] in _DRAW_AGAIN:
+    if alone.event["sampler"] in _DRAW_AGAIN:
         return
     # The samples' content tells what is trained twice, also where each rank counts its own part from 0; random
     # augmentation hides it. What no rank trains on is told by the indices alone.
     twice, _ = _counted(alone.rows, [each.rows for each in ranks])
-    padding, where = -len(alone.rows) % run.world, ranks[0].begin["site"]
+    padding, where = -len(alone.rows) % run.world, ranks[0].event["site"]
     never: list[Any] = []
     if len(twice) <= padding:
-        is_one_data_set = len({each.begin["samples"] for each in (alone, *ranks)}) == 1
+        is_one_data_set = len({each.event["samples"] for each in (alone, *ranks)}) == 1
         ids = [each.ids or [] for each in (alone, *ranks)]
         twice, never = _counted(ids[0], ids[1:]) if all(ids) and is_one_data_set else ([], [])
     global_batch = sum(len(each.of("batch")[0]["rows"]) for each in ranks)

@@ -12,8 +12,9 @@ from dataclasses import replace
 from itertools import combinations
 from statistics import fmean
 
+from ddp_lab.diagnose.differences import differences, differing
 from ddp_lab.diagnose.findings import Finding
-from ddp_lab.diagnose.trace import Event, Pass, Run, Step, differing, first_difference
+from ddp_lab.diagnose.trace import Event, Pass, Run, Step
 
 CLEAR = 0.02
 """Rounding in float32 or bfloat16 moves the weight of an element by less: a part of 0.004 at most."""
@@ -34,51 +35,44 @@ def of_run(run: Run) -> list[Finding]:
 def replicas(run: Run) -> Iterator[Finding]:
     """What is not the same on all ranks, though it should be; what follows from it is not named beside it."""
     steps = list(run.by_step())
+    apart = {at[0].number: differences(at) for at in steps}
+
+    def first(kind: str, name: str, among: Iterable[list[Step]] = steps) -> list[Finding]:
+        for at in among:
+            if kind in apart[at[0].number]:
+                what, of_all, _ = apart[at[0].number][kind]
+                evidence = f"step {at[0].number}: {what} differs between rank 0 and another ({of_all})"
+                return [Finding(name, evidence, run.world, at[0].event["site"])]
+        return []
+
     # Each optimizer has weights of its own, which nothing has moved before its first step.
     begins = {at[0].event["optimizer"]: at for at in reversed(steps)}.values()
-    buffers = _first_apart(run, "buffers-drift", steps, "{} when forward begins", "buffers")
-    if starts := _first_apart(run, "weights-start-differently", begins, "{} before it", "weights_before"):
+    starts, buffers = first("weights", "weights-start-differently", begins), first("buffers", "buffers-drift")
+    if starts:
         yield from [*starts, *buffers]
         return
-    rates = _first_apart(run, "rates-differ", steps, "the learning rate of {}", "rates")
+    rates = first("rate", "rates-differ")
     yield from [*rates, *buffers]
     for at in steps:
         clipped = [step.of("clip")[-1]["gradients"] for step in at if step.of("clip")]
-        if len(clipped) == len(at) and (name := first_difference(*clipped)) and not _apart(at, "gradients"):
-            evidence = f"step {at[0].number}: the gradient of {name} differs between ranks when clipped; later not"
+        if len(clipped) == len(at) and (names := differing(*clipped)) and "gradient" not in apart[at[0].number]:
+            evidence = f"step {at[0].number}: the gradient of {names[0]} differs between ranks when clipped; later not"
             yield Finding("clipped-before-reduction", evidence, run.world, at[0].of("clip")[-1]["site"])
             break
-    if gradients := _first_apart(run, "gradients-differ", steps, "the gradient of {}", "gradients"):
-        equal = [not _apart(at, "weights") for at in steps]
+    if gradients := first("gradient", "gradients-differ"):
+        equal = ["update" not in each for each in apart.values()]
         if False in equal and True in equal[equal.index(False) :]:
             yield Finding("local-steps", f"{gradients[0].evidence}, and weights are equal again later", run.world)
         else:
-            yield replace(gradients[0], evidence=gradients[0].evidence + _why(steps))
+            at = next(at for at in steps if "gradient" in apart[at[0].number])
+            yield replace(gradients[0], evidence=gradients[0].evidence + _why(at[0]))
     elif not rates:  # weights drift then, too
-        yield from _first_apart(run, "weights-drift", steps, "{} after it", "weights")
+        yield from first("update", "weights-drift")
 
 
-def _first_apart(run: Run, name: str, steps: Iterable[list[Step]], what: str, of: str) -> list[Finding]:
-    """The finding of the first step in which this is not the same on all ranks."""
-    for at in steps:
-        if apart := _apart(at, of):
-            of_all = (
-                f"{len(apart)} of {len(at[0].named(of))} {name.partition('-')[0].replace('gradients', 'parameters')}"
-            )
-            evidence = f"step {at[0].number}: {what.format(apart[0])} differs between rank 0 and another ({of_all})"
-            return [Finding(name, evidence, run.world, at[0].event["site"])]
-    return []
-
-
-def _apart(at: Sequence[Step], of: str) -> list[str]:
-    values = [step.named(of) for step in at]
-    return differing(*values) if all(values) else []
-
-
-def _why(steps: Sequence[Sequence[Step]]) -> str:
+def _why(step: Step) -> str:
     """What DDP's flag says of gradients that were not reduced."""
-    at = next(at for at in steps if _apart(at, "gradients"))
-    flags = [forward["sync"] for forward in at[0].of("forward")]
+    flags = [forward["sync"] for forward in step.of("forward")]
     if flags and flags[-1] is False:
         return "; DDP decides in forward whether backward reduces, and in the last forward its sync was off"
     if flags and all(flag is None for flag in flags):
@@ -126,23 +120,17 @@ def samples_of(run: Run) -> Iterator[Finding]:
     passes = [rank.training_passes() for rank in run.ranks]
     if not all(passes):
         return
-    lengths = [each[0].begin["length"] for each in passes]
+    lengths = [each[0].event["length"] for each in passes]
     if None not in lengths and len(set(lengths)) > 1:
         evidence = f"an epoch has {', '.join(map(str, lengths))} batches on ranks 0 to {run.world - 1}"
-        yield Finding("unlike-batches", evidence, run.world, passes[0][0].begin["site"])
-    yield from _same_order(run, passes[0])
-
-
-def _same_order(run: Run, passes: Sequence[Pass]) -> Iterator[Finding]:
-    if len(passes) < 2 or not passes[0].begin["shuffles"]:
-        return
-    first, second = (passes[0].ids, passes[1].ids)
-    if first is None or second is None:
-        return
-    seen = min(len(first), len(second))
-    if seen >= _FEWEST_SAMPLES and first[:seen] == second[:seen]:
-        evidence = f"rank 0: epochs 1 and 2 begin with the same {seen} samples: {', '.join(map(str, first[:4]))}, …"
-        yield Finding("same-order-each-epoch", evidence, run.world, passes[1].begin["site"])
+        yield Finding("unlike-batches", evidence, run.world, passes[0][0].event["site"])
+    for first, second in zip(passes[0][:1], passes[0][1:], strict=False):
+        orders = [each.ids or [] for each in (first, second)]
+        count = min(map(len, orders))
+        if first.event["shuffles"] and count >= _FEWEST_SAMPLES and orders[0][:count] == orders[1][:count]:
+            listed = ", ".join(map(str, orders[0][:4]))
+            evidence = f"rank 0: epochs 1 and 2 begin with the same {count} samples: {listed}, …"
+            yield Finding("same-order-each-epoch", evidence, run.world, second.event["site"])
 
 
 def evaluations(run: Run) -> Iterator[Finding]:
@@ -152,9 +140,9 @@ def evaluations(run: Run) -> Iterator[Finding]:
             continue
         ids, where = [each.ids for each in passes], passes[0].of("evaluation")[0]["site"]
         for rank, (each, counted) in enumerate(zip(passes, ids, strict=True)):
-            if counted is not None and len(counted) < (offered := each.begin["offered"] or 0):
+            if counted is not None and len(counted) < (offered := each.event["offered"] or 0):
                 evidence = f"rank {rank} evaluates {len(counted)} of the {offered} samples of its loader"
-                yield Finding("evaluates-not-all", evidence, run.world, each.begin["site"])
+                yield Finding("evaluates-not-all", evidence, run.world, each.event["site"])
                 return
         if exchanges := [event for each in passes for event in each.of("exchange")]:
             # Where each rank counts its own part from 0, the content tells apart samples of one number.
@@ -243,4 +231,4 @@ def _weighs(found: tuple[int, Event]) -> str:
 
 def _loader_site(run: Run) -> str | None:
     passes = run.ranks[0].training_passes()
-    return passes[0].begin["site"] if passes else None
+    return passes[0].event["site"] if passes else None

@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import make_patient
 from ddp_core.distributed.children import Children
 from ddp_lab.diagnose import across, checks
+from ddp_lab.diagnose.differences import not_repeatable, not_restored
 from ddp_lab.diagnose.findings import Finding, by_harm
-from ddp_lab.diagnose.repeated import not_repeatable, not_restored
 from ddp_lab.diagnose.runs import RANKS_WORD, Runner, Script, in_words
 from ddp_lab.diagnose.task import Task
 from ddp_lab.diagnose.trace import Run
@@ -124,6 +124,7 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
     found: list[Finding] = []
     notes: list[str] = []
     runs: dict[int, Run] = {}
+    looks: dict[str, Callable[[], list[Finding]]] = {}
     for ranks in sorted(set(options.ranks)):
         print(f"running {in_words(ranks)} …", flush=True)
         run = runner.run(ranks, Task(options.steps, until="epoch"), needs_step=False)
@@ -153,15 +154,14 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
             if ranks > 1:
                 found += across.with_ranks(runs[1], run)
     if not any(each.kind.is_bug for each in found):
-        try:
-            found += _gradient(runner, runs, options.steps)
-        except UserError as error:
-            notes.append(f"the gradient was not compared: {error}")
+        looks["the gradient was not compared"] = lambda: _gradient(runner, runs, options.steps)
     if options.resume_args is not None and runs:
+        looks["the resume was not looked at"] = lambda: _after_resume(runner, max(runs), options, repeatable)
+    for what, look in looks.items():
         try:
-            found += _after_resume(runner, max(runs), options, repeatable)
+            found += look()
         except UserError as error:
-            notes.append(f"the resume was not looked at: {error}")
+            notes.append(f"{what}: {error}")
     return by_harm(found), notes
 
 

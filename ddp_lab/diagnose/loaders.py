@@ -108,14 +108,14 @@ class _Sampler:
         self.drawn: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
-        self.drawn = []
-        return self._noting(iter(self._sampler), self.drawn)
+        self.drawn = drawn = list[Any]()
 
-    def _noting(self, items: Iterator[Any], drawn: list[Any]) -> Iterator[Any]:
-        for each in items:
+        def note(each: Any) -> Any:
             drawn.append(each)
             self._worker.note()  # without workers, what the sampler has drawn from is no sample's
-            yield each
+            return each
+
+        return map(note, self._sampler)
 
     def __len__(self) -> int:
         return len(self._sampler)

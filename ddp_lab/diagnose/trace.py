@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,23 @@ Event = dict[str, Any]
 
 
 @dataclass
-class Step:
-    """One optimizer step of a rank."""
+class Part:
+    """A part of what a rank has done: the event that names it, and by their kind those that belong to it."""
 
-    event: Event
-    events: Mapping[str, list[Event]]
-    """By kind, those since the step before it."""
+    event: Event = field(default_factory=dict)
+    events: dict[str, list[Event]] = field(default_factory=dict)
 
     def of(self, kind: str) -> list[Event]:
-        """The events of a kind since the step before it."""
+        """Its events of a kind."""
         return self.events.get(kind, [])
+
+    def add(self, event: Event) -> None:
+        """Another event belongs to it."""
+        self.events.setdefault(event["event"], []).append(event)
+
+
+class Step(Part):
+    """One optimizer step of a rank, and all since the one before it."""
 
     @property
     def number(self) -> int:
@@ -43,33 +49,16 @@ class Step:
         """By parameter: `digest`, `own` and `reduced` elements."""
         return self.event["gradients"]  # type: ignore[no-any-return]
 
-    def named(self, what: str) -> dict[str, Any]:
-        """By name, what all ranks should have alike: `gradients`, `rates`, `buffers`, `weights` or `weights_before`."""
-        if what == "gradients":
-            return {name: each["digest"] for name, each in self.gradients.items()}
-        if what == "rates":
-            return {f"group {number}": rate for number, rate in enumerate(self.event["rates"])}
-        if what == "buffers":  # when a forward pass has begun, after DDP has made them equal where it does
-            return next((each["buffers"] for each in self.of("forward")), {})
-        return self.event[what]  # type: ignore[no-any-return]
-
     def reduced(self, name: str) -> list[float]:
         """Elements of the gradient that the optimizer uses for a parameter, before clipping; empty where unknown."""
         return self.gradients.get(name, {}).get("reduced") or []
 
 
-@dataclass
-class Pass:
-    """A DataLoader of one rank, gone through once."""
+class Pass(Part):
+    """A DataLoader of one rank, gone through once: its batches, its end, and the forward passes of models in training.
 
-    begin: Event
-    events: defaultdict[str, list[Event]] = field(default_factory=lambda: defaultdict(list))
-    """By kind: its batches and its end; and of its evaluation, what was found and printed until the next training."""
-    is_trained_on: bool = False
-
-    def of(self, kind: str) -> list[Event]:
-        """The events of a kind that belong to it."""
-        return self.events.get(kind, [])
+    Of an evaluation on it, also what was found, exchanged and printed until the next training.
+    """
 
     @property
     def ids(self) -> list[int] | None:
@@ -85,37 +74,35 @@ class Pass:
 
 
 @dataclass
-class Rank:
-    """What one rank has done."""
+class Rank(Part):
+    """What one rank has done since its start."""
 
     rank: int = 0
     steps: list[Step] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
-    events: defaultdict[str, list[Event]] = field(default_factory=lambda: defaultdict(list))
-    """By kind, all other ones."""
 
     @property
     def is_seeded(self) -> bool:
         """Whether the script has set the seed of torch's generator."""
-        return bool(self.steps) and self.steps[0].event["seed"] != self.events["start"][0]["seed"]
+        return bool(self.steps) and self.steps[0].event["seed"] != self.event["seed"]
 
     @property
     def schedule_ends(self) -> list[int]:
         """By schedule, after how many moves it ends; 0 where it does not."""
-        return [end for each in self.events["stopped"] for end in each["ends"]]
+        return [end for each in self.of("stopped") for end in each["ends"]]
 
     def training_passes(self) -> list[Pass]:
         """The passes of the loader that a model was trained on most often, in their order."""
-        trained = [each for each in self.passes if each.is_trained_on]
+        trained = [each for each in self.passes if each.of("forward")]
         if not trained:
             return []
-        most = max(trained, key=lambda each: len(each.of("batch"))).begin["loader"]
-        return [each for each in trained if each.begin["loader"] == most]
+        most = max(trained, key=lambda each: len(each.of("batch"))).event["loader"]
+        return [each for each in trained if each.event["loader"] == most]
 
     def evaluated_passes(self) -> list[Pass]:
         """The passes of loaders that no model was trained on, but called on, in their order."""
-        trained = {each.begin["loader"] for each in self.passes if each.is_trained_on}
-        return [each for each in self.passes if each.of("evaluation") and each.begin["loader"] not in trained]
+        trained = {each.event["loader"] for each in self.passes if each.of("forward")}
+        return [each for each in self.passes if each.of("evaluation") and each.event["loader"] not in trained]
 
 
 @dataclass
@@ -138,7 +125,7 @@ class Run:
     @property
     def has_saved(self) -> bool:
         """Whether a rank has called torch.save."""
-        return any(rank.events["saved"] for rank in self.ranks)
+        return any(rank.of("saved") for rank in self.ranks)
 
     @property
     def is_connected(self) -> bool:
@@ -182,45 +169,35 @@ def _events(file: Path) -> Iterator[Event]:
 
 
 def _rank(events: Iterator[Event]) -> Rank:
-    rank = Rank()
-    since: defaultdict[str, list[Event]] = defaultdict(list)
+    rank, since = Rank(), Step()
     passes: dict[tuple[int, int], Pass] = {}
     latest: Pass | None = None
     evaluated: list[Pass] = []
     for event in events:
         kind = event["event"]
+        since.add(event)
         if kind == "step":
-            rank.steps.append(Step(event, since))
-            rank.rank, since = int(event["rank"]), defaultdict(list)
-            continue
-        since[kind].append(event)
-        if kind == "pass":
+            since.event = event
+            rank.steps.append(since)
+            rank.rank, since = int(event["rank"]), Step()
+        elif kind == "start":
+            rank.event = event
+        elif kind == "pass":
             rank.passes.append(Pass(event))
             passes[event["loader"], event["pass"]] = rank.passes[-1]
         elif kind in ("batch", "end"):
             latest = passes[event["loader"], event["pass"]]
-            latest.events[kind].append(event)
+            latest.add(event)
         elif kind == "evaluation" and rank.steps:  # one before the first step only tries whether it runs
             evaluated.append(passes[event["loader"], event["pass"]])
-            evaluated[-1].events[kind].append(event)
+            evaluated[-1].add(event)
         elif kind in ("figure", "printed", "exchange"):
             for each in evaluated[-1:] if kind == "figure" else evaluated:
-                each.events[kind].append(event)
+                each.add(event)
         elif kind == "forward":
             evaluated.clear()
             if latest is not None:
-                latest.is_trained_on = True
+                latest.add(event)
         else:
-            rank.events[kind].append(event)
+            rank.add(event)
     return rank
-
-
-def differing(*ranks: Mapping[str, Any]) -> list[str]:
-    """The names of what is not the same in all of them."""
-    names = dict.fromkeys(name for each in ranks for name in each)
-    return [name for name in names if any(each.get(name) != ranks[0].get(name) for each in ranks)]
-
-
-def first_difference(*ranks: Mapping[str, Any]) -> str | None:
-    """The first of them; None where all is the same."""
-    return next(iter(differing(*ranks)), None)

@@ -41,12 +41,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddp_core.base.digests import optimizer_digest
 from ddp_lab.diagnose.loaders import Loaders
 from ddp_lab.diagnose.loss_weights import LossWeights
-from ddp_lab.diagnose.parameters import Watched, settings
 from ddp_lab.diagnose.recorder import Recorder, changed, digest, generators, place, rows, site, tensors_of, wrap
-from ddp_lab.diagnose.schedules import Schedules
 from ddp_lab.diagnose.silence import answer_where
 from ddp_lab.diagnose.task import Task, ended_file, task
 from ddp_lab.diagnose.union import Batches
+from ddp_lab.diagnose.updates import Schedules, Watched, settings
 
 LONGER = 6
 """For a second epoch so many times the steps are seen at most."""
@@ -262,12 +261,10 @@ class Tracer:
             self._stop()
 
     def _is_enough(self) -> bool:
-        if self._steps < self._task.steps or self._task.until == "saved":
-            return False
-        most = LONGER * self._task.steps
-        return (
-            self._task.until != "epoch" or self._steps >= most or not self._loaders.second_pass_comes(self._steps, most)
-        )
+        steps, until, seen = self._task.steps, self._task.until, self._steps
+        if until != "epoch":
+            return seen >= steps and until != "saved"
+        return seen >= steps and not (seen < LONGER * steps and self._loaders.second_pass_comes(seen, LONGER * steps))
 
     def _stop(self) -> None:
         """End the process once every rank has come here: none loses a peer while it still needs it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from torch.optim import lr_scheduler
 
 from ddp_core.base.errors import UserError
 from ddp_lab.diagnose import across, checks
+from ddp_lab.diagnose.differences import not_repeatable, not_restored
 from ddp_lab.diagnose.findings import KINDS, Finding, by_harm
-from ddp_lab.diagnose.repeated import not_repeatable, not_restored
-from ddp_lab.diagnose.schedules import end_of
 from ddp_lab.diagnose.trace import Event, Pass, Rank, Run, Step, read_run
+from ddp_lab.diagnose.updates import end_of
 from tests.support.wording import refusing
 
 
@@ -35,15 +34,10 @@ def step(number: int = 1, rank: int = 0, world: int = 1, **changes: Any) -> Step
     return Step(event | changes, {"forward": [forward | changes.pop("forward", {})]} | events)
 
 
-def kinds(**events: list[Event]) -> defaultdict[str, list[Event]]:
-    """Events by their kind, as a rank and a pass have them."""
-    return defaultdict(list, events)
-
-
 def run(*ranks: Sequence[Step], passes: Sequence[Sequence[Pass]] = ()) -> Run:
     return Run(
         [
-            Rank(number, list(steps), list(passes[number]) if passes else [], kinds(start=[{"seed": 1}]))
+            Rank({"seed": 1}, {}, number, list(steps), list(passes[number]) if passes else [])
             for number, steps in enumerate(ranks)
         ]
     )
@@ -214,7 +208,7 @@ def test_a_schedule_of_one_ranks_epochs_is_too_long_on_more(ends: tuple[int, int
     for ranks, end in zip((1, 2), ends, strict=True):
         steps = [[step(n, rank, ranks, schedule=[MOVE] * (n > 1)) for n in (1, 2)] for rank in range(ranks)]
         runs.append(run(*steps, passes=[[one_pass(range(8), length=12 // ranks)]] * ranks))
-        runs[-1].ranks[0].events["stopped"].append({"ends": [end]})
+        runs[-1].ranks[0].events["stopped"] = [{"ends": [end]}]
     assert [name for name in names(across.with_ranks(*runs)) if name.startswith("schedule")] == found
 
 
@@ -251,7 +245,7 @@ def one_pass(ids: Sequence[int], **changes: Any) -> Pass:
         **{"site": "train.py:3", "offered": None},
     }
     batch = {"ids": list(ids), "rows": [f"row-{each}" for each in ids], "worker": 0, "draws": {}}
-    return Pass(begin | changes, kinds(batch=[batch], end=[{}]), is_trained_on=True)
+    return Pass(begin | changes, {"batch": [batch], "end": [{}], "forward": [{}]})
 
 
 @pytest.mark.parametrize(
@@ -308,8 +302,7 @@ def test_settings_of_a_parameter_that_depend_on_ranks() -> None:
 
 def evaluated(ids: Sequence[int], begin: dict[str, Any] | None = None, **events: list[Event]) -> Pass:
     one = one_pass(ids, loader=1, **(begin or {}))
-    one.is_trained_on = False
-    one.events.update({"evaluation": [{"site": "train.py:20"}]} | events)
+    one.events.update({"forward": [], "evaluation": [{"site": "train.py:20"}]} | events)
     return one
 
 

@@ -114,7 +114,7 @@ def test_a_run_without_a_seed_is_said_and_no_bug(tmp_path: Path) -> None:
     ended = diagnose(tmp_path, "--ranks", "1", "--", script)
     assert ended.code == 0
     assert "by design: Two equal runs differ: no seed is set (no-seed)" in ended.output
-    assert "step 1: the weights differ from the start" in ended.output
+    assert "step 1: weight before it is another" in ended.output
     assert not (tmp_path / "written.txt").exists()
 
 
