@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
@@ -33,7 +34,6 @@ _LARGEST_COPIED = 50 << 20
 _MOST_BYTES = 2 << 30
 _MOST_FILES = 20_000
 _POLL_SECONDS = 0.05
-_TAIL_LINES = 200
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,10 @@ class Runner:
         self._script = script
         self._children, self._scratch = children, children.folder
         self._deadline = deadline
-        self._copies = 0
-        self._runs = 0
 
     def folder(self) -> Path:
         """A new copy of the script's folder, without hidden folders. Raises UserError (4) where it is too large."""
-        self._copies += 1
-        target = self._scratch / f"folder-{self._copies}"
-        copied = [0, 0]
+        target, copied = Path(mkdtemp("-folder", dir=self._scratch)), [0, 0]
 
         def copy(file: str, into: str) -> None:
             status, free = Path(file).stat(), shutil.disk_usage(self._scratch).free
@@ -82,10 +78,8 @@ class Runner:
                 kept.chmod(0o444)
                 Path(into).symlink_to(kept)
 
-        shutil.copytree(
-            self._script.folder, target, ignore=_left_out, copy_function=copy, ignore_dangling_symlinks=True
-        )
-        return target
+        how: dict[str, Any] = {"ignore": _left_out, "ignore_dangling_symlinks": True, "dirs_exist_ok": True}
+        return Path(shutil.copytree(self._script.folder, target, copy_function=copy, **how))
 
     def run(
         self,
@@ -102,9 +96,7 @@ class Runner:
         earlier run that is to be continued, with `more` arguments.
         """
         work = folder or self.folder()
-        self._runs += 1
-        traces = self._scratch / f"trace-{self._runs}"
-        traces.mkdir()
+        traces = Path(mkdtemp("-traces", dir=self._scratch))
         file = self._script.file
         if file.is_relative_to(self._script.folder):
             file = work / file.relative_to(self._script.folder)
@@ -192,8 +184,8 @@ def _left_out(folder: str, names: Sequence[str]) -> set[str]:
 
 
 def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if line.strip()]
-    return lines[-1].strip() if lines else "it has printed nothing"
+    lines = log.read_text(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it has printed nothing")
 
 
 def _without_gpus(why: str) -> str:

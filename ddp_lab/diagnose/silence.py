@@ -13,6 +13,7 @@ import re
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -74,16 +75,13 @@ class Silence:
         return spent, is_busy
 
     def _ask(self) -> str:
-        asked = {int(file.stem): file for file in self._traces.glob("*.stack")}
-        for process, file in list(asked.items()):
+        asked: dict[int, Path] = {}
+        for file in self._traces.glob("*.stack"):
             os.truncate(file, 0)
-            try:
-                if not ended_file(self._traces, process).exists():
+            with suppress(ProcessLookupError):  # it was killed
+                if not ended_file(self._traces, process := int(file.stem)).exists():
                     os.kill(process, _SIGNAL)
-                    continue
-            except ProcessLookupError:
-                pass  # it was killed
-            del asked[process]
+                    asked[process] = file
         time.sleep(_LOOK_SECONDS)  # for the answers
         stands = {process: self._stands(file.read_text()) for process, file in asked.items()}
         # Python's own helpers have no line of the script.

@@ -187,6 +187,23 @@ def test_a_first_checkpoint_may_come_late_and_the_script_needs_no_dashes_before_
 
 
 @pytest.mark.slow
+def test_the_rank_that_has_failed_is_named_and_not_those_that_wait_for_it(tmp_path: Path) -> None:
+    script = f"""
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    raise ValueError("only here")
+{TRAINS}
+dist.barrier()
+{STEP}
+"""
+    ended = diagnose(tmp_path, "--ranks", "1,2", "--", write(tmp_path, script))
+    assert ended.code == 1, ended.errors
+    assert "BUG: The script fails on several ranks, though not on one (fails-on-more-ranks)" in ended.output
+    assert "no optimizer step was seen: rank 1 ended with 1: ValueError: only here\n" in ended.output
+
+
+@pytest.mark.slow
 def test_ranks_that_wait_for_one_that_is_not_at_work_are_waited_for(tmp_path: Path) -> None:
     """Rank 0 sleeps, as one that downloads a data set does, longer than the silence of ranks that hang."""
     script = f"""
