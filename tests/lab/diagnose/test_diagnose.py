@@ -200,7 +200,7 @@ dist.barrier()
     ended = diagnose(tmp_path, "--ranks", "1,2", "--", write(tmp_path, script))
     assert ended.code == 1, ended.errors
     assert "BUG: The script fails on several ranks, though not on one (fails-on-more-ranks)" in ended.output
-    assert "no optimizer step was seen: rank 1 ended with 1: ValueError: only here\n" in ended.output
+    assert "no optimizer step was seen: rank 1 ended with 1: [rank1]: ValueError: only here\n" in ended.output
 
 
 @pytest.mark.slow
