@@ -57,9 +57,7 @@ def with_one_process(one: Run, run: Run, draws: bool) -> Finding:
     how = "to the bit" if is_same else f"up to rounding, {max(proved.values()):.1g} of the ranks' own gradients"
     kept = "random-numbers" if draws else "samples" if is_same else "rounding"
     without = " without dropout" * draws
-    if any(
-        name.endswith("running_var") for forward in one.ranks[0].steps[0].of("forward") for name in forward["buffers"]
-    ):
+    if any(name.endswith("running_var") for name in one.ranks[0].steps[0].of("forward")[0]["buffers"]):
         without += ", with batch norm's running statistics,"
     when = "step 1" if last == 1 else f"steps 1 to {last}"
     evidence = f"{when}: the gradient{without} is that of {which} {how} ({len(proved)} parameters){rest}"
@@ -76,8 +74,9 @@ def _otherwise(alone: Step, at: Sequence[Step], rounding: Mapping[str, float], w
         if not isfinite(sum(at[0].reduced(name))):
             evidence = f"{when}: the gradient of {name} is not finite, and that of {which} is"
             return Finding("not-finite", evidence, world, where)
-    apart = [name for name, off in rounding.items() if off > CLEAR]
-    factors = {name: multiple(alone.reduced(name), at[0].reduced(name)) for name in apart}
+    factors = {
+        name: multiple(alone.reduced(name), at[0].reduced(name)) for name, off in rounding.items() if off > CLEAR
+    }
     others = {name: factor for name, factor in factors.items() if factor is None or abs(factor - 1) > CLEAR}
     if others and (doubt := _doubt(alone, at)):
         raise UserError(f"not proved: the gradient is another, and {doubt}")

@@ -25,7 +25,7 @@ hangs: Ranks wait for each other without end
 fails-on-more-ranks: The script fails on several ranks, though not on one
     the rank's last line is quoted; its output stands above it when you start the script by torchrun
 gradients-differ: Ranks step with different gradients
-    let DDP wrap the whole model, call the wrapped one, and put forward and backward of early micro-batches in no_sync()
+    let DDP wrap the whole model, call that, and put forward and backward of all but the last micro-batch into no_sync()
 same-samples: Ranks train on the same samples
     give each rank its part: DistributedSampler, or every W-th sample from the rank's number on
 weights-start-differently: Ranks start from different weights
