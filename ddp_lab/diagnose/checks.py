@@ -109,14 +109,13 @@ def samples_of(run: Run) -> Iterator[Finding]:
     """Ranks that train on the same samples, have unlike numbers of batches, or the same order twice."""
     steps = list(run.by_step())
     bags = [[sorted(step.samples) for step in at] for at in steps]
-    same = (pair for pair in combinations(range(run.world), 2) if all(at[pair[0]] == at[pair[1]] for at in bags))
-    seen = {sample for at in steps for sample in at[0].samples}
-    if (pair := next(same, None)) and len(seen) >= min(_FEWEST_SAMPLES, len(steps)):
-        evidence = (
-            f"in all {len(steps)} steps ranks {pair[0]} and {pair[1]} have the same samples "
-            f"({len(bags[0][pair[0]])} in the first)"
-        )
-        yield Finding("same-samples", evidence, run.world, _loader_site(run))
+    for one, other in combinations(range(run.world), 2):
+        seen = {sample for at in bags for sample in at[one]}
+        if all(at[one] == at[other] for at in bags) and len(seen) >= min(_FEWEST_SAMPLES, len(steps)):
+            count = len(bags[0][one])
+            evidence = f"in all {len(steps)} steps ranks {one} and {other} have the same samples ({count} in the first)"
+            yield Finding("same-samples", evidence, run.world, _loader_site(run))
+            break
     passes = [rank.training_passes() for rank in run.ranks]
     if not all(passes):
         return

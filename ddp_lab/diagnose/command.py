@@ -8,9 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
@@ -105,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     told = {
         **{"format": FORMAT, "script": script_words[0], "arguments": script_words[1:], "verdict": verdict},
         **{"ranks": list(options.ranks), "seconds": round(time.monotonic() - began, 1), "notes": notes},
-        "findings": [_as_json(each) for each in found],
+        "findings": [each.told() for each in found],
     }
     if options.json:
         try:
@@ -192,7 +190,7 @@ def _after_resume(runner: Runner, ranks: int, options: argparse.Namespace, repea
         raise UserError("two runs without a stop differ already")
     print(f"running {in_words(ranks)} until a checkpoint, from it to another and on, and without a stop …", flush=True)
     folder, until_saved = runner.folder(), Task(options.steps, until="saved")
-    seconds = runner.seconds_left * _SHARE_OF_SAVE
+    seconds = max(0.0, runner.deadline - time.monotonic()) * _SHARE_OF_SAVE
     stopped = runner.run(ranks, until_saved, folder, seconds=seconds)
     if not stopped.has_saved:
         raise UserError(
@@ -213,12 +211,12 @@ def _after_resume(runner: Runner, ranks: int, options: argparse.Namespace, repea
 def _lines(found: Sequence[Finding], notes: Sequence[str]) -> list[str]:
     lines = [""]
     for each in found:
-        kind = each.kind
-        lines.append(f"{'BUG' if kind.is_bug else 'by design'}: {kind.title} ({each.name})")
+        told = each.told()
+        lines.append(f"{'BUG' if each.kind.is_bug else 'by design'}: {told['title']} ({each.name})")
         lines.append(f"  seen on {in_words(each.ranks)}: {each.evidence}")
         if each.site:
             lines.append(f"  where: {each.site}")
-        lines += [f"  mend: {kind.mend}", f"  more: {each.link}", ""]
+        lines += [f"  mend: {told['mend']}", f"  more: {told['link']}", ""]
     if notes:
         lines += [*(f"note: {note}" for note in notes), ""]
     return lines
@@ -234,12 +232,6 @@ def _verdict(found: Sequence[Finding], ranks: Sequence[int], notes: Sequence[str
     counts = sorted(set(ranks))
     listed = in_words(counts[0]) if len(counts) == 1 else f"{', '.join(map(str, counts))} ranks"
     return f"no bug found on {listed}{said}{unseen}"
-
-
-def _as_json(finding: Finding) -> dict[str, Any]:
-    kind = finding.kind
-    severity = "bug" if kind.is_bug else "by design"
-    return asdict(finding) | {"title": kind.title, "severity": severity, "mend": kind.mend, "link": finding.link}
 
 
 def _count(text: str) -> int:

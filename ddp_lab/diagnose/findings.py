@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 PAGE = "docs/reference/diagnose.md"
 
@@ -146,10 +146,11 @@ class Finding:
         """Its title, and what to do."""
         return KINDS[self.name]
 
-    @property
-    def link(self) -> str:
-        """Where the documentation explains it."""
-        return f"{PAGE}#{self.name}"
+    def told(self) -> dict[str, Any]:
+        """All that is said of it; `link` is where the documentation explains it."""
+        kind, link = self.kind, f"{PAGE}#{self.name}"
+        severity = "bug" if kind.is_bug else "by design"
+        return asdict(self) | {"title": kind.title, "severity": severity, "mend": kind.mend, "link": link}
 
 
 def by_harm(findings: Iterable[Finding]) -> list[Finding]:

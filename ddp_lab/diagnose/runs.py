@@ -53,7 +53,7 @@ class Runner:
     def __init__(self, script: Script, children: Children, deadline: float) -> None:
         self._script = script
         self._children, self._scratch = children, children.folder
-        self._deadline = deadline
+        self.deadline = deadline
 
     def folder(self) -> Path:
         """A new copy of the script's folder, without hidden folders. Raises UserError (4) where it is too large."""
@@ -125,7 +125,7 @@ class Runner:
                     how: dict[str, Any] = {"cwd": work / self._script.below, "stdout": out, "stderr": subprocess.STDOUT}
                     words_of_all = [sys.executable, str(file), *words]
                     processes.append(self._children.start(words_of_all, env={**everywhere, **own}, **how))
-            deadline = self._deadline if seconds is None else time.monotonic() + seconds
+            deadline = self.deadline if seconds is None else time.monotonic() + seconds
             silence = Silence([process.pid for process in processes], traces, (work, file.parent))
             fault, why = self._wait(processes, logs, deadline, silence)
         finally:
@@ -142,11 +142,6 @@ class Runner:
             why = why or f"steps of {run.world} ranks were seen, where {ranks} were asked for"
             run.problem = f"after {min(len(rank.steps) for rank in run.ranks)} steps: {why}"
         return run
-
-    @property
-    def seconds_left(self) -> float:
-        """The time that is left for all further runs together."""
-        return max(0.0, self._deadline - time.monotonic())
 
     def _wait(
         self, processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], deadline: float, silence: Silence
