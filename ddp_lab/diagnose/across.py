@@ -9,6 +9,7 @@ from typing import Any
 
 from ddp_core.base.errors import UserError
 from ddp_lab.diagnose.checks import CLEAR
+from ddp_lab.diagnose.differences import differing
 from ddp_lab.diagnose.findings import Finding
 from ddp_lab.diagnose.trace import Run, Step
 
@@ -56,7 +57,7 @@ def with_one_process(one: Run, run: Run, draws: bool) -> Finding:
     how = "to the bit" if is_same else f"up to rounding, {max(proved.values()):.1g} of the ranks' own gradients"
     kept = "random-numbers" if draws else "samples" if is_same else "rounding"
     without = " without dropout" * draws
-    if any(name.endswith("running_var") for forward in one.ranks[0].steps[0].forwards for name in forward["buffers"]):
+    if any(name.endswith("running_var") for name in one.ranks[0].steps[0].of("forward")[0]["buffers"]):
         without += ", with batch norm's running statistics,"
     when = "step 1" if last == 1 else f"steps 1 to {last}"
     evidence = f"{when}: the gradient{without} is that of {which} {how} ({len(proved)} parameters){rest}"
@@ -73,13 +74,14 @@ def _otherwise(alone: Step, at: Sequence[Step], rounding: Mapping[str, float], w
         if not isfinite(sum(at[0].reduced(name))):
             evidence = f"{when}: the gradient of {name} is not finite, and that of {which} is"
             return Finding("not-finite", evidence, world, where)
-    apart = [name for name, off in rounding.items() if off > CLEAR]
-    factors = {name: multiple(alone.reduced(name), at[0].reduced(name)) for name in apart}
+    factors = {
+        name: multiple(alone.reduced(name), at[0].reduced(name)) for name, off in rounding.items() if off > CLEAR
+    }
     others = {name: factor for name, factor in factors.items() if factor is None or abs(factor - 1) > CLEAR}
     if others and (doubt := _doubt(alone, at)):
         raise UserError(f"not proved: the gradient is another, and {doubt}")
     if others:
-        unseen = next((each["site"] for step in at for each in step.unseen), None)
+        unseen = next((each["site"] for step in at for each in step.of("unseen")), None)
         kind = "exchange-without-gradient" if unseen else _kind_of(others, len(rounding), world)
         name, factor = next(iter(others.items()))
         how = f"{factor:.3g} times" if factor else "no multiple of"
@@ -107,10 +109,10 @@ def has_samples_of(one: Run, run: Run) -> bool:
 
 def _doubt(alone: Step, at: Sequence[Step]) -> str:
     """Why it may be no bug that one process has another gradient; empty where nothing speaks for that."""
-    if alone.forwards and alone.forwards[-1]["generators"] != alone.event["generators"]:
+    if any(each["generators"] != alone.event["generators"] for each in alone.of("forward")[-1:]):
         return "random numbers are drawn between forward and step"  # by the loss, or for a next batch
     # Batches were put together along the first dimension, which may be time.
-    batches = [each for step in at for each in step.batches if each["ids"] is not None]
+    batches = [each for step in at for each in step.of("batch") if each["ids"] is not None]
     if any(len(each["ids"]) != len(each["rows"]) for each in batches):
         return "the batches of a loader have not one row for each sample"
     return ""
@@ -131,10 +133,10 @@ def _rounding(alone: Step, at: Sequence[Step]) -> dict[str, float]:
     if alone.event["weights_before"] != at[0].event["weights_before"]:
         raise UserError("not proved: one process begins with other weights")
     # A later step may have none, such as one whose model is called with what another one has made.
-    is_given = not any(each["outside"] for each in alone.backwards) and (alone.samples or alone.number > 1)
+    is_given = not any(each["outside"] for each in alone.of("backward")) and (alone.samples or alone.number > 1)
     if not is_given or sorted(alone.samples) != sorted(_samples(at)):
         raise UserError("not proved: one process could not be given the samples of all ranks")
-    if any(forward["moved"] for forward in alone.forwards):
+    if any(forward["draws"] for forward in alone.of("forward")):
         raise UserError("not proved: random numbers are drawn in forward")
     known: dict[str, tuple[float, float]] = {}
     for name in at[0].gradients:
@@ -185,11 +187,11 @@ def _settings(one: Run, run: Run) -> Iterator[Finding]:
         {name: each for step in reversed(some.ranks[0].steps) for name, each in step.event["settings"].items()}
         for some in (one, run)
     )
-    others = [name for name in alone if name in together and alone[name] != together[name]]
+    others = [name for name in differing(alone, together) if name in alone and name in together]
     if not others or one.is_sharded or run.is_sharded:
         return
     name = others[0]
-    key = next(key for key in {**alone[name], **together[name]} if alone[name].get(key) != together[name].get(key))
+    key = differing(alone[name], together[name])[0]
     values = [f"{key} {each[name].get(key, 'not at all')}" for each in (together, alone)]
     evidence = (
         f"{name} has {values[0]} on {run.world} ranks, {values[1]} on one ({len(others)} of {len(alone)} parameters, "
@@ -200,26 +202,30 @@ def _settings(one: Run, run: Run) -> Iterator[Finding]:
 
 def _schedule(one: Run, run: Run) -> Iterator[Finding]:
     """How a schedule depends on the number of ranks: by its moves in a step, by its rates, or by where it ends."""
+    steps = [each.ranks[0].steps for each in (one, run)]
     # Before the second step a schedule may have made its first move when it was built, so count from there on.
-    moves = [{len(step.schedules) for step in each.ranks[0].steps[1:]} for each in (one, run)]
-    event = next((each for step in run.ranks[0].steps[1:] for each in step.schedules), {})
+    moves = [{len(step.of("schedule")) for step in each[1:]} for each in steps]
+    event = next((each for step in steps[1][1:] for each in step.of("schedule")), {})
+    alone, together = ([step.event["rates"] for step in each] for each in steps)
     if moves == [{1}, {run.world}]:
+        # The rate may be a function of the samples: a step of W ranks is one of W steps on one rank.
+        counts = [len(_samples(next(each.by_step()))) for each in (one, run)]
+        pairs = list(zip(alone[:: run.world], together, strict=False))[1:]
+        follows = counts[1] == run.world * counts[0] and pairs and all(_alike(*each) for each in pairs)
         evidence = f"between steps 1 and 2 {event['kind']} moves {run.world} times on {run.world} ranks, once on one"
-        name = "schedule-counts-samples" if _follows_samples(one, run) else "schedule-steps-with-ranks"
+        name = "schedule-counts-samples" if follows else "schedule-steps-with-ranks"
         yield Finding(name, evidence, run.world, event["site"])
         return
-    for step, other in zip(one.ranks[0].steps, run.ranks[0].steps, strict=False):
-        here, there = step.event["rates"], other.event["rates"]
+    for step, here, there in zip(steps[1], alone, together, strict=False):
         if len(here) == len(there) and not _alike(here, there):
             evidence = f"step {step.number}: {here} on one rank, {there} on {run.world}"
-            yield Finding("rate-depends-on-ranks", evidence, run.world, other.event["site"])
+            yield Finding("rate-depends-on-ranks", evidence, run.world, step.event["site"])
             break
     passes = [each.ranks[0].training_passes() for each in (one, run)]
     if moves != [{1}, {1}] or not all(passes):
         return
     epochs = [
-        (each[0].begin["length"] or 0) // len(some.ranks[0].steps[0].forwards)
-        for each, some in zip(passes, (one, run), strict=True)
+        (each[0].event["length"] or 0) // len(some[0].of("forward")) for each, some in zip(passes, steps, strict=True)
     ]
     for end, other_end in zip(one.ranks[0].schedule_ends, run.ranks[0].schedule_ends, strict=False):
         if end == other_end and end and 0 < epochs[1] < epochs[0] >= _LEAST_STEPS and end % epochs[0] == 0:
@@ -229,17 +235,6 @@ def _schedule(one: Run, run: Run) -> Iterator[Finding]:
             )
             yield Finding("schedule-too-long", evidence, run.world, event["site"])
             return
-
-
-def _follows_samples(one: Run, run: Run) -> bool:
-    """Whether the rate is a function of the samples trained: a step of W ranks is one of W steps on one rank."""
-    alone, together = one.ranks[0].steps, list(run.by_step())
-    counts = len(alone[0].samples), sum(len(step.samples) for step in together[0])
-    if counts[1] != run.world * counts[0]:
-        return False
-    pairs = list(zip(alone[:: run.world], (at[0] for at in together), strict=False))[1:]
-    rates = [(step.event["rates"], other.event["rates"]) for step, other in pairs]
-    return bool(rates) and all(_alike(*each) for each in rates)
 
 
 def _alike(rates: Sequence[float], others: Sequence[float]) -> bool:
@@ -264,25 +259,21 @@ def _batch(one: Run, run: Run) -> Iterator[Finding]:
 def _epoch(one: Run, run: Run) -> Iterator[Finding]:
     """Samples that an epoch has twice or never, where one rank has each once."""
     passes = [each.training_passes()[:1] for each in (*one.ranks, *run.ranks)]
-    if not all(each and each[0].is_complete and each[0].batches for each in passes):
+    if not all(each and each[0].of("end") and each[0].of("batch") for each in passes):
         return
     alone, *ranks = (each[0] for each in passes)
-    if alone.begin["sampler"] in _DRAW_AGAIN:
+    if alone.event["sampler"] in _DRAW_AGAIN:
         return
     # The samples' content tells what is trained twice, also where each rank counts its own part from 0; random
     # augmentation hides it. What no rank trains on is told by the indices alone.
-    twice, never, ids = [], [], [each.ids for each in (alone, *ranks)]
-    if len(set(alone.rows)) == len(alone.rows):
-        twice = _more_than_once([each.rows for each in ranks])
-    padding, where = -len(alone.rows) % run.world, ranks[0].begin["site"]
-    twice = twice if len(twice) > padding else []
-    known = [each for each in ids[1:] if each is not None]
-    is_one_data_set = len({each.begin["samples"] for each in (alone, *ranks)}) == 1
-    if not twice and ids[0] is not None and len(known) == run.world and is_one_data_set:
-        if len(set(ids[0])) < len(ids[0]):
-            return
-        twice, never = _more_than_once(known), sorted(set(ids[0]).difference(*known))
-    global_batch = sum(len(each.batches[0]["rows"]) for each in ranks)
+    twice, _ = _counted(alone.rows, [each.rows for each in ranks])
+    padding, where = -len(alone.rows) % run.world, ranks[0].event["site"]
+    never: list[Any] = []
+    if len(twice) <= padding:
+        is_one_data_set = len({each.event["samples"] for each in (alone, *ranks)}) == 1
+        ids = [each.ids or [] for each in (alone, *ranks)]
+        twice, never = _counted(ids[0], ids[1:]) if all(ids) and is_one_data_set else ([], [])
+    global_batch = sum(len(each.of("batch")[0]["rows"]) for each in ranks)
     if len(twice) > padding or len(never) >= max(global_batch, run.world):
         evidence = f"of {len(alone.rows)} samples {len(twice)} are trained by two ranks or twice, {len(never)} by none"
         yield Finding("samples-twice-or-never", evidence, run.world, where)
@@ -292,8 +283,12 @@ def _epoch(one: Run, run: Run) -> Iterator[Finding]:
         yield Finding("left-out", f"samples {_some(never)} are not in the first epoch", run.world, where)
 
 
-def _more_than_once(ranks: Sequence[Sequence[Any]]) -> list[Any]:
-    return sorted(each for each, count in Counter(each for some in ranks for each in some).items() if count > 1)
+def _counted(alone: Sequence[Any], ranks: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Any]]:
+    """What ranks have more than once, and what they never have, if one rank has all of it once."""
+    counts = Counter(each for some in ranks for each in some)
+    if len(set(alone)) < len(alone):
+        return [], []
+    return sorted(each for each in counts if counts[each] > 1), sorted(set(alone) - set(counts))
 
 
 def _some(numbers: Sequence[int]) -> str:

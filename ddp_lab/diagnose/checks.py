@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import fsum
+from itertools import combinations
+from statistics import fmean
 
+from ddp_lab.diagnose.differences import differences, differing
 from ddp_lab.diagnose.findings import Finding
-from ddp_lab.diagnose.trace import Event, Pass, Run, Step, differing, first_difference
+from ddp_lab.diagnose.trace import Event, Pass, Run, Step
 
 CLEAR = 0.02
 """Rounding in float32 or bfloat16 moves the weight of an element by less: a part of 0.004 at most."""
@@ -33,51 +35,44 @@ def of_run(run: Run) -> list[Finding]:
 def replicas(run: Run) -> Iterator[Finding]:
     """What is not the same on all ranks, though it should be; what follows from it is not named beside it."""
     steps = list(run.by_step())
+    apart = {at[0].number: differences(at) for at in steps}
+
+    def first(kind: str, name: str, among: Iterable[list[Step]] = steps) -> list[Finding]:
+        for at in among:
+            if kind in apart[at[0].number]:
+                what, of_all, _ = apart[at[0].number][kind]
+                evidence = f"step {at[0].number}: {what} differs between rank 0 and another ({of_all})"
+                return [Finding(name, evidence, run.world, at[0].event["site"])]
+        return []
+
     # Each optimizer has weights of its own, which nothing has moved before its first step.
     begins = {at[0].event["optimizer"]: at for at in reversed(steps)}.values()
-    buffers = _first_apart(run, "buffers-drift", steps, "{} when forward begins", "buffers")
-    if starts := _first_apart(run, "weights-start-differently", begins, "{} before it", "weights_before"):
+    starts, buffers = first("weights", "weights-start-differently", begins), first("buffers", "buffers-drift")
+    if starts:
         yield from [*starts, *buffers]
         return
-    rates = _first_apart(run, "rates-differ", steps, "the learning rate of {}", "rates")
+    rates = first("rate", "rates-differ")
     yield from [*rates, *buffers]
     for at in steps:
-        clipped = [step.clips[-1]["gradients"] for step in at if step.clips]
-        if len(clipped) == len(at) and (name := first_difference(*clipped)) and not _apart(at, "gradients"):
-            evidence = f"step {at[0].number}: the gradient of {name} differs between ranks when clipped; later not"
-            yield Finding("clipped-before-reduction", evidence, run.world, at[0].clips[-1]["site"])
+        clipped = [step.of("clip")[-1]["gradients"] for step in at if step.of("clip")]
+        if len(clipped) == len(at) and (names := differing(*clipped)) and "gradient" not in apart[at[0].number]:
+            evidence = f"step {at[0].number}: the gradient of {names[0]} differs between ranks when clipped; later not"
+            yield Finding("clipped-before-reduction", evidence, run.world, at[0].of("clip")[-1]["site"])
             break
-    if gradients := _first_apart(run, "gradients-differ", steps, "the gradient of {}", "gradients"):
-        equal = [not _apart(at, "weights") for at in steps]
+    if gradients := first("gradient", "gradients-differ"):
+        equal = ["update" not in each for each in apart.values()]
         if False in equal and True in equal[equal.index(False) :]:
             yield Finding("local-steps", f"{gradients[0].evidence}, and weights are equal again later", run.world)
         else:
-            yield replace(gradients[0], evidence=gradients[0].evidence + _why(steps))
+            at = next(at for at in steps if "gradient" in apart[at[0].number])
+            yield replace(gradients[0], evidence=gradients[0].evidence + _why(at[0]))
     elif not rates:  # weights drift then, too
-        yield from _first_apart(run, "weights-drift", steps, "{} after it", "weights")
+        yield from first("update", "weights-drift")
 
 
-def _first_apart(run: Run, name: str, steps: Iterable[list[Step]], what: str, of: str) -> list[Finding]:
-    """The finding of the first step in which this is not the same on all ranks."""
-    for at in steps:
-        if apart := _apart(at, of):
-            of_all = (
-                f"{len(apart)} of {len(at[0].named(of))} {name.partition('-')[0].replace('gradients', 'parameters')}"
-            )
-            evidence = f"step {at[0].number}: {what.format(apart[0])} differs between rank 0 and another ({of_all})"
-            return [Finding(name, evidence, run.world, at[0].event["site"])]
-    return []
-
-
-def _apart(at: Sequence[Step], of: str) -> list[str]:
-    values = [step.named(of) for step in at]
-    return differing(*values) if all(values) else []
-
-
-def _why(steps: Sequence[Sequence[Step]]) -> str:
+def _why(step: Step) -> str:
     """What DDP's flag says of gradients that were not reduced."""
-    at = next(at for at in steps if _apart(at, "gradients"))
-    flags = [forward["sync"] for forward in at[0].forwards]
+    flags = [forward["sync"] for forward in step.of("forward")]
     if flags and flags[-1] is False:
         return "; DDP decides in forward whether backward reduces, and in the last forward its sync was off"
     if flags and all(flag is None for flag in flags):
@@ -87,86 +82,73 @@ def _why(steps: Sequence[Sequence[Step]]) -> str:
 
 def same_numbers(run: Run) -> Iterator[Finding]:
     """Ranks, or the processes that load for one, that draw the same random numbers for unlike samples."""
-    moved: set[str] = set()
-    forwards = [each for at in run.by_step() for each in zip(*(step.forwards for step in at), strict=False)]
-    for ranks in forwards:
-        moved.update(ranks[0]["moved"])
-    if moved and not any(len({each["generators"][name] for each in ranks}) > 1 for ranks in forwards for name in moved):
-        evidence = f"in each step forward draws from {' and '.join(sorted(moved))}, in one state on all ranks"
-        yield Finding("same-random-numbers", evidence, run.world)
-    # A generator that has been in one state before and after what was drawn for a batch has made the same numbers.
-    alike: dict[tuple[str, str, str], set[tuple[int, int]]] = defaultdict(set)
+    # A generator that has been in one state before and after has made the same numbers.
+    drawn: defaultdict[tuple[str, str, str], set[tuple[int, int]]] = defaultdict(set)
     for rank, each in enumerate(run.ranks):
-        for first in each.training_passes()[:1]:
-            begun = {batch["worker"]: batch for batch in reversed(first.batches)}
-            for worker, batch in begun.items():
-                for name, states in batch["draws"].items():
-                    alike[name, *states].add((rank, worker))
-    where = _loader_site(run)
-    for (name, *_), places in alike.items():
+        first = {batch["worker"]: batch for some in each.training_passes()[:1] for batch in reversed(some.of("batch"))}
+        forwards = [(0, forward) for step in each.steps for forward in step.of("forward")]
+        for worker, event in (*first.items(), *forwards):
+            for name, states in event["draws"].items():
+                drawn[name, *states].add((rank, worker))
+    for (name, *_), places in drawn.items():
         workers = sorted(worker for rank, worker in places if rank == 0)
         if len(workers) > 1:
             evidence = f"rank 0: loader processes {workers[0]} and {workers[1]} draw the same numbers from {name}"
-            yield Finding("workers-draw-alike", evidence, run.world, where)
+            yield Finding("workers-draw-alike", evidence, run.world, _loader_site(run))
             return
     if shared := sorted(
-        {name for (name, *_), places in alike.items() if len({rank for rank, _ in places}) == run.world}
+        {name for (name, *_), places in drawn.items() if len({rank for rank, _ in places}) == run.world}
     ):
-        evidence = f"for their first batches all ranks draw the same numbers from {' and '.join(shared)}"
-        yield Finding("same-random-numbers", evidence, run.world, where)
+        evidence = (
+            f"in forward, or for their first batches, all ranks draw the same numbers from {' and '.join(shared)}"
+        )
+        yield Finding("same-random-numbers", evidence, run.world)
 
 
 def samples_of(run: Run) -> Iterator[Finding]:
     """Ranks that train on the same samples, have unlike numbers of batches, or the same order twice."""
     steps = list(run.by_step())
-    same = [_common_ranks([step.samples for step in at]) for at in steps]
-    pairs = set.intersection(*same) if same else set()
-    if pairs and len({sample for at in steps for sample in at[0].samples}) >= min(_FEWEST_SAMPLES, len(steps)):
-        one, other = min(pairs)
-        count = len(steps[0][one].samples)
-        evidence = f"in all {len(steps)} steps ranks {one} and {other} have the same samples ({count} in the first)"
-        yield Finding("same-samples", evidence, run.world, _loader_site(run))
+    bags = [[sorted(step.samples) for step in at] for at in steps]
+    for one, other in combinations(range(run.world), 2):
+        seen = {sample for at in bags for sample in at[one]}
+        if all(at[one] == at[other] for at in bags) and len(seen) >= min(_FEWEST_SAMPLES, len(steps)):
+            count = len(bags[0][one])
+            evidence = f"in all {len(steps)} steps ranks {one} and {other} have the same samples ({count} in the first)"
+            yield Finding("same-samples", evidence, run.world, _loader_site(run))
+            break
     passes = [rank.training_passes() for rank in run.ranks]
     if not all(passes):
         return
-    lengths = [each[0].begin["length"] for each in passes]
+    lengths = [each[0].event["length"] for each in passes]
     if None not in lengths and len(set(lengths)) > 1:
         evidence = f"an epoch has {', '.join(map(str, lengths))} batches on ranks 0 to {run.world - 1}"
-        yield Finding("unlike-batches", evidence, run.world, passes[0][0].begin["site"])
-    yield from _same_order(run, passes[0])
-
-
-def _same_order(run: Run, passes: Sequence[Pass]) -> Iterator[Finding]:
-    if len(passes) < 2 or not passes[0].begin["shuffles"]:
-        return
-    first, second = (passes[0].ids, passes[1].ids)
-    if first is None or second is None:
-        return
-    seen = min(len(first), len(second))
-    if seen >= _FEWEST_SAMPLES and first[:seen] == second[:seen]:
-        evidence = f"rank 0: epochs 1 and 2 begin with the same {seen} samples: {', '.join(map(str, first[:4]))}, …"
-        yield Finding("same-order-each-epoch", evidence, run.world, passes[1].begin["site"])
+        yield Finding("unlike-batches", evidence, run.world, passes[0][0].event["site"])
+    for first, second in zip(passes[0][:1], passes[0][1:], strict=False):
+        orders = [each.ids or [] for each in (first, second)]
+        count = min(map(len, orders))
+        if first.event["shuffles"] and count >= _FEWEST_SAMPLES and orders[0][:count] == orders[1][:count]:
+            listed = ", ".join(map(str, orders[0][:4]))
+            evidence = f"rank 0: epochs 1 and 2 begin with the same {count} samples: {listed}, …"
+            yield Finding("same-order-each-epoch", evidence, run.world, second.event["site"])
 
 
 def evaluations(run: Run) -> Iterator[Finding]:
     """An evaluation whose samples count twice or never, or whose ranks keep the figures of their shares apart."""
-    for passes in zip(*(rank.evaluated_passes() for rank in run.ranks), strict=False):
-        if not all(each.is_complete for each in passes):
+    for passes in _evaluated(run):
+        if not all(each.of("end") for each in passes):
             continue
-        ids, where = [each.ids for each in passes], (passes[0].evaluation or {}).get("site")
+        ids, where = [each.ids for each in passes], passes[0].of("evaluation")[0]["site"]
         for rank, (each, counted) in enumerate(zip(passes, ids, strict=True)):
-            if counted is not None and len(counted) < (offered := each.begin["offered"] or 0):
+            if counted is not None and len(counted) < (offered := each.event["offered"] or 0):
                 evidence = f"rank {rank} evaluates {len(counted)} of the {offered} samples of its loader"
-                yield Finding("evaluates-not-all", evidence, run.world, each.begin["site"])
+                yield Finding("evaluates-not-all", evidence, run.world, each.event["site"])
                 return
-        # Where each rank counts its own part from 0, the content tells apart samples of one number.
-        known = [sorted(zip(each.ids or [0] * len(each.rows), each.rows, strict=False)) for each in passes]
-        if not all(known):
-            continue
-        if any(each.is_put_together for each in passes):
-            again = len(every := [each for some in known for each in some]) - len(set(every))
-            is_shared = None not in ids and any(each != known[0] for each in known)
-            if again and is_shared and not any(each.is_trimmed for each in passes):
+        if exchanges := [event for each in passes for event in each.of("exchange")]:
+            # Where each rank counts its own part from 0, the content tells apart samples of one number.
+            ranks = [sorted(zip(each.ids or (), each.rows, strict=False)) for each in passes]
+            again = len(every := [each for some in ranks for each in some]) - len(set(every))
+            is_shared = None not in ids and any(each != ranks[0] for each in ranks)
+            if again and is_shared and not any(event["trims"] for event in exchanges):
                 evidence = f"ranks evaluate {len(every)} samples together, {again} of them a second time"
                 yield Finding("evaluates-twice", evidence, run.world, where)
                 return
@@ -182,21 +164,19 @@ def evaluations(run: Run) -> Iterator[Finding]:
 
 def figures(run: Run) -> Iterator[Finding]:
     """A figure that an evaluation prints, and that is a mean of means over unlike numbers of elements."""
-    for passes in zip(*(rank.evaluated_passes() for rank in run.ranks), strict=False):
-        printed = {number for each in passes for number in each.printed}
-        for where in dict.fromkeys(each["site"] for each in passes[0].figures):
-            ranks = [
-                [(each["value"], each["elements"]) for each in some.figures if each["site"] == where] for some in passes
-            ]
+    for passes in _evaluated(run):
+        printed = {number for each in passes for event in each.of("printed") for number in event["numbers"]}
+        for where in dict.fromkeys(each["site"] for each in passes[0].of("figure")):
+            ranks = [[each for each in some.of("figure") if each["site"] == where] for some in passes]
             if not all(ranks):
                 continue
             every = [each for some in ranks for each in some]
-            rights = [_mean(every), *map(_mean, ranks)]
-            of_batches = [_mean([(value, 1) for value, _ in some]) for some in ranks]
-            wrongs = [*of_batches, *(_mean([(value, 1) for value in some]) for some in (of_batches, rights[1:]))]
+            rights = [_mean(each) for each in (every, *ranks)]
+            of_batches = [fmean(each["value"] for each in some) for some in ranks]
+            wrongs = [*of_batches, fmean(of_batches), fmean(rights[1:])]
             for number in printed:
                 if not _prints(number, rights) and _prints(number, wrongs):
-                    counts = ", ".join(sorted({str(elements) for _, elements in every}))
+                    counts = ", ".join(sorted({str(each["elements"]) for each in every}))
                     evidence = (
                         f"{number} is printed, a mean of means of {counts} elements; the mean of all elements is "
                         f"{rights[0]:.6g}"
@@ -205,8 +185,13 @@ def figures(run: Run) -> Iterator[Finding]:
                     return
 
 
-def _mean(weighted: Sequence[tuple[float, int]]) -> float:
-    return fsum(value * weight for value, weight in weighted) / sum(weight for _, weight in weighted)
+def _evaluated(run: Run) -> Iterator[tuple[Pass, ...]]:
+    """The evaluations of all ranks side by side."""
+    return zip(*(rank.evaluated_passes() for rank in run.ranks), strict=False)
+
+
+def _mean(found: Sequence[Event]) -> float:
+    return fmean([each["value"] for each in found], [each["elements"] for each in found])
 
 
 def _prints(number: str, figures: Sequence[float]) -> bool:
@@ -225,7 +210,8 @@ def unlike_weights(run: Run) -> Iterator[Finding]:
         seen: dict[tuple[str, int], list[tuple[int, Event]]] = defaultdict(list)
         for rank, step in enumerate(at):
             # Means of whole tensors, such as an auxiliary part, are the losses only where no loss function is called.
-            for loss in [each for each in step.losses if each["function"] != "mean"] or step.losses:
+            every = step.of("loss")
+            for loss in [each for each in every if each["function"] != "mean"] or every:
                 seen[loss["site"], loss["call"]].append((rank, loss))
         for (where, _), losses in seen.items():
             light = min(losses, key=lambda pair: pair[1]["weight"])
@@ -242,13 +228,6 @@ def _weighs(found: tuple[int, Event]) -> str:
     return f"{loss['weight']:.4g} in {where} ({loss['elements']} elements)"
 
 
-def _common_ranks(samples: Sequence[Sequence[str]]) -> set[tuple[int, int]]:
-    """The pairs of ranks that have the same samples, in any order."""
-    bags = [sorted(each) for each in samples]
-    count = len(bags)
-    return {(i, j) for i in range(count) for j in range(i + 1, count) if bags[i] and bags[i] == bags[j]}
-
-
 def _loader_site(run: Run) -> str | None:
     passes = run.ranks[0].training_passes()
-    return passes[0].begin["site"] if passes else None
+    return passes[0].event["site"] if passes else None

@@ -7,19 +7,18 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import make_patient
 from ddp_core.distributed.children import Children
 from ddp_lab.diagnose import across, checks
+from ddp_lab.diagnose.differences import not_repeatable, not_restored
 from ddp_lab.diagnose.findings import Finding, by_harm
-from ddp_lab.diagnose.repeated import not_repeatable, not_restored
-from ddp_lab.diagnose.runs import RANKS_WORD, NoStep, Runner, Script, in_words
+from ddp_lab.diagnose.runs import RANKS_WORD, Runner, Script, in_words
+from ddp_lab.diagnose.task import Task
 from ddp_lab.diagnose.trace import Run
 from ddp_lab.diagnose.union import ONE_BY_ONE, TOGETHER
 from ddp_lab.options import Parser
@@ -104,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     told = {
         **{"format": FORMAT, "script": script_words[0], "arguments": script_words[1:], "verdict": verdict},
         **{"ranks": list(options.ranks), "seconds": round(time.monotonic() - began, 1), "notes": notes},
-        "findings": [_as_json(each) for each in found],
+        "findings": [each.told() for each in found],
     }
     if options.json:
         try:
@@ -123,24 +122,18 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
     found: list[Finding] = []
     notes: list[str] = []
     runs: dict[int, Run] = {}
-    problems: list[str] = []
+    looks: dict[str, Callable[[], list[Finding]]] = {}
     for ranks in sorted(set(options.ranks)):
         print(f"running {in_words(ranks)} …", flush=True)
-        try:
-            run = runs[ranks] = runner.run(ranks, options.steps, until="epoch")
-        except NoStep as error:
-            if _is_finding(error.fault, runs):
-                found.append(Finding(error.fault, str(error), ranks))
-            else:
-                problems.append(str(error))
-            continue
-        if run.problem:
-            seen = f"after {min(len(rank.steps) for rank in run.ranks)} steps: {run.problem}"
-            if ranks > 1 and _is_finding(run.fault, runs):
-                found.append(Finding(run.fault, seen, ranks))
-            else:
-                notes.append(f"on {in_words(ranks)}, {seen}")
-        if ranks > 1:
+        run = runner.run(ranks, Task(options.steps, until="epoch"), needs_step=False)
+        # What fails on one rank, too, is no fault of the layout.
+        if run.fault == "hangs" or (run.fault and 1 in runs and not runs[1].problem):
+            found.append(Finding(run.fault, run.problem, ranks))
+        elif run.problem:
+            notes.append(f"on {in_words(ranks)} {run.problem}")
+        if run.ranks:
+            runs[ranks] = run
+        if run.ranks and ranks > 1:
             if not run.is_connected:
                 raise UserError(
                     f"on {in_words(ranks)} the script makes no process group, so each rank trains for itself: is it "
@@ -148,36 +141,29 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
                 )
             found += checks.of_run(run)
     if not runs and not found:
-        raise UserError(problems[0])
-    notes += problems
+        raise UserError(notes[0])
     repeatable = True
     if 1 in runs:
         print("running 1 rank again …", flush=True)
-        differing = list(not_repeatable(runs[1], runner.run(1, options.steps)))
+        differing = list(not_repeatable(runs[1], runner.run(1, Task(options.steps))))
         found += differing
         repeatable = not differing
         for ranks, run in runs.items():
             if ranks > 1:
                 found += across.with_ranks(runs[1], run)
     if not any(each.kind.is_bug for each in found):
-        try:
-            found += _gradient(runner, runs, options.steps)
-        except UserError as error:
-            notes.append(f"the gradient was not compared: {error}")
+        looks["the gradient was not compared"] = lambda: _gradient(runner, runs, options.steps)
     if options.resume_args is not None and runs:
+        looks["the resume was not looked at"] = lambda: _after_resume(runner, max(runs), options, repeatable)
+    for what, look in looks.items():
         try:
-            found += _after_resume(runner, max(runs), options, repeatable)
+            found += look()
         except UserError as error:
-            notes.append(f"the resume was not looked at: {error}")
+            notes.append(f"{what}: {error}")
     return by_harm(found), notes
 
 
-def _is_finding(fault: str, runs: Mapping[int, Run]) -> bool:
-    """Whether a script that has not come to its end on some ranks is at fault: what fails on one rank, too, is not."""
-    return fault == "hangs" or (fault != "" and 1 in runs and not runs[1].problem)
-
-
-def _gradient(runner: Runner, runs: Mapping[int, Run], steps: int) -> list[Finding]:
+def _gradient(runner: Runner, runs: dict[int, Run], steps: int) -> list[Finding]:
     """What the steps of the most ranks have otherwise than those of one process with their samples.
 
     Raises UserError where that cannot be proved.
@@ -186,14 +172,12 @@ def _gradient(runner: Runner, runs: Mapping[int, Run], steps: int) -> list[Findi
     if ranks == 1 or 1 not in runs or runs[ranks].is_sharded or runs[ranks].problem:
         return []
     print(f"running {in_words(ranks)}, and one process with their samples …", flush=True)
-    run = runner.run(ranks, steps, given="")
-    forwards = [len(each.ranks[0].steps[0].forwards) for each in (runs[1], runs[ranks])]
+    run = runner.run(ranks, Task(steps, given=""))
+    forwards = [len(each.ranks[0].steps[0].of("forward")) for each in (runs[1], runs[ranks])]
     given = ONE_BY_ONE if forwards[0] == ranks * forwards[1] else TOGETHER
-    try:
-        one = runner.run(1, steps, given="" if across.has_samples_of(runs[1], run) else given, batches=run.folder)
-    except NoStep as error:
-        raise UserError(f"not proved: with the samples of all ranks, {error}") from None
-    draws = any(forward["moved"] for step in next(runs[ranks].by_step()) for forward in step.forwards)
+    given = "" if across.has_samples_of(runs[1], run) else given
+    one = runner.run(1, Task(steps, given=given, batches=str(run.folder)))
+    draws = any(forward["draws"] for step in next(runs[ranks].by_step()) for forward in step.of("forward"))
     return [across.with_one_process(one, run, draws)]
 
 
@@ -205,19 +189,19 @@ def _after_resume(runner: Runner, ranks: int, options: argparse.Namespace, repea
     if not repeatable:
         raise UserError("two runs without a stop differ already")
     print(f"running {in_words(ranks)} until a checkpoint, from it to another and on, and without a stop …", flush=True)
-    folder = runner.folder()
-    seconds = runner.seconds_left * _SHARE_OF_SAVE
-    stopped = runner.run(ranks, options.steps, until="saved", folder=folder, seconds=seconds)
+    folder, until_saved = runner.folder(), Task(options.steps, until="saved")
+    seconds = max(0.0, runner.deadline - time.monotonic()) * _SHARE_OF_SAVE
+    stopped = runner.run(ranks, until_saved, folder, seconds=seconds)
     if not stopped.has_saved:
         raise UserError(
             f"{len(stopped.ranks[0].steps)} steps, in {seconds:.0f} seconds at most, without a torch.save; give more "
             "time (--seconds), or the script arguments with which it saves sooner"
         )
     words = shlex.split(options.resume_args)
-    again = runner.run(ranks, options.steps, until="saved", folder=folder, more=words, seconds=seconds)
+    again = runner.run(ranks, until_saved, folder, words, seconds)
     stops = [stopped, again]
-    resumed = runner.run(ranks, options.steps, folder=folder, more=words) if again.has_saved else None
-    straight = runner.run(ranks, sum(len(each.ranks[0].steps) for each in stops) + options.steps)
+    resumed = runner.run(ranks, Task(options.steps), folder, words) if again.has_saved else None
+    straight = runner.run(ranks, Task(sum(len(each.ranks[0].steps) for each in stops) + options.steps))
     found = list(not_restored(straight, [stopped], again))
     if not found and resumed is not None:
         found = list(not_restored(straight, stops, resumed))
@@ -227,12 +211,12 @@ def _after_resume(runner: Runner, ranks: int, options: argparse.Namespace, repea
 def _lines(found: Sequence[Finding], notes: Sequence[str]) -> list[str]:
     lines = [""]
     for each in found:
-        kind = each.kind
-        lines.append(f"{'BUG' if kind.is_bug else 'by design'}: {kind.title} ({each.name})")
+        told = each.told()
+        lines.append(f"{'BUG' if each.kind.is_bug else 'by design'}: {told['title']} ({each.name})")
         lines.append(f"  seen on {in_words(each.ranks)}: {each.evidence}")
         if each.site:
             lines.append(f"  where: {each.site}")
-        lines += [f"  mend: {kind.mend}", f"  more: {each.link}", ""]
+        lines += [f"  mend: {told['mend']}", f"  more: {told['link']}", ""]
     if notes:
         lines += [*(f"note: {note}" for note in notes), ""]
     return lines
@@ -248,12 +232,6 @@ def _verdict(found: Sequence[Finding], ranks: Sequence[int], notes: Sequence[str
     counts = sorted(set(ranks))
     listed = in_words(counts[0]) if len(counts) == 1 else f"{', '.join(map(str, counts))} ranks"
     return f"no bug found on {listed}{said}{unseen}"
-
-
-def _as_json(finding: Finding) -> dict[str, Any]:
-    kind = finding.kind
-    severity = "bug" if kind.is_bug else "by design"
-    return asdict(finding) | {"title": kind.title, "severity": severity, "mend": kind.mend, "link": finding.link}
 
 
 def _count(text: str) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_lab.diagnose.recorder import Recorder, generators, rows, site, wrap
+from ddp_lab.diagnose.recorder import Recorder, changed, generators, rows, site, wrap
 from ddp_lab.diagnose.union import Batches
 
 
@@ -44,12 +44,27 @@ class Loaders:
             sampler=type(sampler).__name__,
             shuffles=getattr(sampler, "shuffle", type(sampler).__name__ == "RandomSampler"),
         )
-        return _Batches(self, batches, this)
+        return self._handed_out(batches, this, this.passes - 1, this.sampler.drawn)
 
-    def handed_out(self, this: _Loader, this_pass: int, index: int, batch: Any) -> Any:
-        """The batch that goes to the script, which is this one but where it gets those of all ranks."""
-        self._latest = this
-        return batch if self._of_all is None or this_pass else self._of_all.of_loader(this.number, index, batch)
+    def _handed_out(self, batches: Any, this: _Loader, this_pass: int, drawn: list[Any]) -> Iterator[Any]:
+        """The batches of one pass, each of which is told when the script gets it."""
+        place = {"loader": this.number, "pass": this_pass}
+        for index, loaded in enumerate(batches):
+            # A loader of a kind of its own may not have called the stand-ins.
+            batch, worker, draws = loaded if isinstance(loaded, _Loaded) else _Loaded(loaded, 0, {})
+            self._latest = this
+            if self._of_all is not None and not this_pass:
+                batch = self._of_all.of_loader(this.number, index, batch)
+            ids = drawn[index] if index < len(drawn) else None
+            listed = ids if isinstance(ids, list | tuple) else [ids]
+            known = [int(each) for each in listed if isinstance(each, Integral)]
+            self.recorder.write(
+                "batch",
+                **{**place, "ids": known if len(known) == len(listed) else None, "rows": rows(batch)},
+                **{"worker": worker, "draws": draws},
+            )
+            yield batch
+        self.recorder.write("end", **place)
 
     def trained(self) -> None:
         """A model is trained on the latest batch."""
@@ -108,14 +123,14 @@ class _Sampler:
         self.drawn: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
-        self.drawn = []
-        return self._noting(iter(self._sampler), self.drawn)
+        self.drawn = drawn = list[Any]()
 
-    def _noting(self, items: Iterator[Any], drawn: list[Any]) -> Iterator[Any]:
-        for each in items:
+        def note(each: Any) -> Any:
             drawn.append(each)
             self._worker.note()  # without workers, what the sampler has drawn from is no sample's
-            yield each
+            return each
+
+        return map(note, self._sampler)
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -154,49 +169,7 @@ class _Worker:
         """They are loaded, and become a batch."""
         batch, before = self._collate(samples), self._states
         self.note()
-        both = {name: (before.get(name, state), state) for name, state in self._states.items()}
-        return _Loaded(batch, self._number, {name: each for name, each in both.items() if each[0] != each[1]})
-
-
-class _Batches:
-    """A DataLoader's iterator, which says what it hands out."""
-
-    def __init__(self, loaders: Loaders, batches: Any, loader: _Loader) -> None:
-        self._loaders, self._inner, self._loader = loaders, batches, loader
-        self._drawn, self._pass = loader.sampler.drawn, loader.passes - 1
-        self._index, self._is_over = 0, False
-
-    def __iter__(self) -> _Batches:
-        return self
-
-    def __next__(self) -> Any:
-        place = {"loader": self._loader.number, "pass": self._pass}
-        try:
-            loaded = next(self._inner)
-        except StopIteration:
-            if not self._is_over:
-                self._is_over = True
-                self._loaders.recorder.write("end", **place)
-            raise
-        if not isinstance(loaded, _Loaded):  # a loader of a kind of its own
-            loaded = _Loaded(loaded, 0, {})
-        batch = self._loaders.handed_out(self._loader, self._pass, self._index, loaded.batch)
-        ids = self._drawn[self._index] if self._index < len(self._drawn) else None
-        listed = ids if isinstance(ids, list | tuple) else [ids]
-        known = [int(each) for each in listed if isinstance(each, Integral)]
-        self._loaders.recorder.write(
-            "batch",
-            **{**place, "ids": known if len(known) == len(listed) else None, "rows": rows(batch)},
-            **{"worker": loaded.worker, "draws": loaded.draws},
-        )
-        self._index += 1
-        return batch
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return _Loaded(batch, self._number, changed(before, self._states))
 
 
 def _length(sized: Any) -> int | None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.digests import bytes_of
-from ddp_lab.diagnose.variables import ROOTS
+from ddp_lab.diagnose.task import task
 
 ELEMENTS = 64
 """So many elements of each gradient are written: enough to tell a factor, and sums and means of them stay exact."""
@@ -36,18 +36,15 @@ class Recorder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: TextIO | None = None
-        os.register_at_fork(after_in_child=self._forget)
+        self._process = 0
 
     def write(self, event: str, **details: Any) -> None:
         """Append one event; it is in the file when this returns."""
-        if self._file is None:
-            self._file = (self._folder / f"{os.getpid()}.jsonl").open("a")
+        if self._file is None or self._process != os.getpid():
+            self._process = os.getpid()
+            self._file = (self._folder / f"{self._process}.jsonl").open("a")
         self._file.write(json.dumps({"event": event} | details) + "\n")
         self._file.flush()
-
-    def _forget(self) -> None:
-        # What the parent has written is flushed already, so the child's copy of the file has nothing left to write.
-        self._file = None
 
 
 def digest(tensor: Tensor) -> str:
@@ -112,12 +109,11 @@ def place() -> tuple[int, int, bool]:
 
 def site() -> str | None:
     """The line of the script's own code that is being executed, as `train.py:31`; None where none is."""
-    roots = [root for root in os.environ.get(ROOTS, "").split(os.pathsep) if root]
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_TORCH, _LAB)):
-            for root in roots:
+            for root in task().roots:
                 if file.startswith(root + os.sep):
                     return f"{file[len(root) + 1 :]}:{frame.f_lineno}"
         frame = frame.f_back
@@ -147,6 +143,11 @@ def generators(holder: Any = None) -> dict[str, str]:
         "numpy": digest_of_bytes(repr((bytes(np.asarray(keys)), position)).encode()),
     }
     return found | dict(_held(holder, "the data set", 3))
+
+
+def changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """By generator, its state before and after, where that is another."""
+    return {name: (before[name], state) for name, state in after.items() if before.get(name, state) != state}
 
 
 def _held(holder: Any, name: str, depth: int) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,14 +13,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.children import Children
 from ddp_core.distributed.world import World, free_port, without_launch
 from ddp_lab.diagnose.silence import Silence
+from ddp_lab.diagnose.task import VARIABLE, Task, ended_file
 from ddp_lab.diagnose.trace import Run, read_run
-from ddp_lab.diagnose.variables import BATCHES, FOLDER, GIVEN, ROOTS, STEPS, UNTIL, ended_file
 
 RANKS_WORD = "{ranks}"
 """Stands in the script's arguments for the number of ranks: then the script starts them itself."""
@@ -31,18 +33,7 @@ _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", 
 _LARGEST_COPIED = 50 << 20
 _MOST_BYTES = 2 << 30
 _MOST_FILES = 20_000
-_PEERS_SECONDS = 10.0
-"""After one rank has failed, the others have so long to end by themselves."""
 _POLL_SECONDS = 0.05
-_TAIL_LINES = 200
-
-
-class NoStep(UserError):
-    """On this number of ranks the script has made no optimizer step; `fault` names the finding, where it is one."""
-
-    def __init__(self, message: str, fault: str) -> None:
-        super().__init__(message)
-        self.fault = fault
 
 
 @dataclass(frozen=True)
@@ -62,86 +53,59 @@ class Runner:
     def __init__(self, script: Script, children: Children, deadline: float) -> None:
         self._script = script
         self._children, self._scratch = children, children.folder
-        self._deadline = deadline
-        self._copies = 0
-        self._runs = 0
-        self._large: dict[Path, Path] = {}
-        """By file that is too large for a copy in each run, the one copy that all runs read."""
+        self.deadline = deadline
 
     def folder(self) -> Path:
         """A new copy of the script's folder, without hidden folders. Raises UserError (4) where it is too large."""
-        self._copies += 1
-        target = self._scratch / f"folder-{self._copies}"
-        copied = [0, 0]
+        target, copied = Path(mkdtemp("-folder", dir=self._scratch)), [0, 0]
 
         def copy(file: str, into: str) -> None:
-            size = Path(file).stat().st_size
-            if size > _LARGEST_COPIED:
-                Path(into).symlink_to(self._one_copy(Path(file).resolve()))
-                return
-            copied[:] = copied[0] + 1, copied[1] + size
-            if copied[0] > _MOST_FILES or copied[1] > _MOST_BYTES:
-                raise UserError(
-                    f"{self._script.folder} holds more than {_MOST_FILES} files or {_MOST_BYTES >> 30} GiB, and each "
-                    "run gets a copy of the folder that it is started in: start `ddp diagnose` in one with the script "
-                    "alone",
-                    ExitCode.RESOURCES,
-                )
-            shutil.copy2(file, into)
+            status, free = Path(file).stat(), shutil.disk_usage(self._scratch).free
+            is_large = status.st_size > _LARGEST_COPIED
+            kept = self._scratch / f"large-{status.st_dev}-{status.st_ino}" if is_large else Path(into)
+            if not kept.exists():
+                copied[:] = copied[0] + 1, copied[1] + status.st_size * (not is_large)
+                if copied[0] > _MOST_FILES or copied[1] > _MOST_BYTES or 2 * status.st_size > free:
+                    raise UserError(
+                        f"each run gets a copy of {self._script.folder}, and {file} is too much for it: "
+                        f"{self._scratch.parent} has {free >> 20} MiB free, and files of up to "
+                        f"{_LARGEST_COPIED >> 20} MiB may be {_MOST_FILES} and have {_MOST_BYTES >> 30} GiB; start "
+                        "`ddp diagnose` in a folder with the script alone, and give it absolute paths of all else",
+                        ExitCode.RESOURCES,
+                    )
+                shutil.copy2(file, kept)
+            if is_large:
+                kept.chmod(0o444)
+                Path(into).symlink_to(kept)
 
-        shutil.copytree(
-            self._script.folder, target, ignore=_left_out, copy_function=copy, ignore_dangling_symlinks=True
-        )
-        return target
-
-    def _one_copy(self, file: Path) -> Path:
-        """The one copy of a large file, which is for reading alone. Raises UserError (4) where the disk has no room."""
-        if (copy := self._large.get(file)) is not None:
-            return copy
-        size, free = file.stat().st_size, shutil.disk_usage(self._scratch).free
-        if 2 * size > free:
-            raise UserError(
-                f"{file} has {size >> 20} MiB, and {self._scratch.parent} only {free >> 20} MiB free for a copy of it: "
-                "move it out of the folder that the script is started in, and give the script its absolute path",
-                ExitCode.RESOURCES,
-            )
-        copy = self._large[file] = self._scratch / f"large-{len(self._large)}"
-        shutil.copy2(file, copy)
-        copy.chmod(0o444)
-        return copy
+        how: dict[str, Any] = {"ignore": _left_out, "ignore_dangling_symlinks": True, "dirs_exist_ok": True}
+        return Path(shutil.copytree(self._script.folder, target, copy_function=copy, **how))
 
     def run(
         self,
         ranks: int,
-        steps: int,
-        until: str = "",
+        task: Task,
         folder: Path | None = None,
         more: Sequence[str] = (),
         seconds: float | None = None,
-        given: str | None = None,
-        batches: Path | None = None,
+        needs_step: bool = True,
     ) -> Run:
-        """The trace of `ranks` ranks over `steps` optimizer steps, and on to a second `epoch` or until it has `saved`.
+        """The trace of `ranks` ranks at a task. If it `needs_step`, raises UserError where no rank has made one.
 
         All of it takes `seconds` at most, where they are given; else as long as there is time. `folder` is that of an
-        earlier run that is to be continued, with `more` arguments. Where it is said how batches are `given` (`union`),
-        ranks leave theirs beside their traces, or one process finds them in the folder `batches`. Raises UserError
-        where no rank has made a step.
+        earlier run that is to be continued, with `more` arguments.
         """
         work = folder or self.folder()
-        self._runs += 1
-        traces = self._scratch / f"trace-{self._runs}"
-        traces.mkdir()
+        traces = Path(mkdtemp("-traces", dir=self._scratch))
         file = self._script.file
         if file.is_relative_to(self._script.folder):
             file = work / file.relative_to(self._script.folder)
         words = [word.replace(RANKS_WORD, str(ranks)) for word in (*self._script.arguments, *more)]
-        port = free_port()
+        port, roots = free_port(), (str(work), str(file.parent))
+        task = task._replace(traces=str(traces), batches=task.batches or str(traces), roots=roots)
         everywhere = {
             **{name: value for name, value in without_launch(os.environ).items() if not name.startswith(_LAUNCHERS)},
-            **{FOLDER: str(traces), ROOTS: os.pathsep.join((str(work), str(file.parent)))},
-            **{STEPS: str(steps), UNTIL: until},
-            **{BATCHES: "" if given is None else str(batches or traces), GIVEN: given or ""},
+            VARIABLE: json.dumps(task._asdict()),
             **{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
             # Compiled code calls no hooks; and what it computes is not what is asked for here.
             **{"TORCHDYNAMO_DISABLE": "1", "ACCELERATE_USE_CPU": "true", "TORCH_CPP_LOG_LEVEL": "ERROR"},
@@ -152,8 +116,7 @@ class Runner:
         places: list[dict[str, str]] = [{}]
         if not any(RANKS_WORD in word for word in self._script.arguments):
             here: dict[str, Any] = {"store_host": "127.0.0.1", "store_port": port, "launch_id": "ddp-diagnose"}
-            worlds = [World(rank, ranks, rank, ranks, **here) for rank in range(ranks)]
-            places = [each.to_environment() for each in worlds]
+            places = [World(rank, ranks, rank, ranks, **here).to_environment() for rank in range(ranks)]
         processes: list[subprocess.Popen[bytes]] = []
         logs = [traces / f"{rank}.log" for rank in range(len(places))]
         try:
@@ -162,91 +125,62 @@ class Runner:
                     how: dict[str, Any] = {"cwd": work / self._script.below, "stdout": out, "stderr": subprocess.STDOUT}
                     words_of_all = [sys.executable, str(file), *words]
                     processes.append(self._children.start(words_of_all, env={**everywhere, **own}, **how))
-            deadline = self._deadline if seconds is None else time.monotonic() + seconds
+            deadline = self.deadline if seconds is None else time.monotonic() + seconds
             silence = Silence([process.pid for process in processes], traces, (work, file.parent))
-            fault, problem = self._wait(processes, logs, traces, deadline, silence)
+            fault, why = self._wait(processes, logs, deadline, silence)
         finally:
             for process in processes:
                 self._children.end(process)
-        run = read_run(traces, problem)
+        run = read_run(traces)
         run.fault = fault
         if not run.ranks:
-            why = problem or f"it came to its end without one (it prints: {_last_line(logs[0])})"
-            raise NoStep(f"on {in_words(ranks)} no optimizer step was seen: {why}{_without_gpus(why)}", fault)
-        if run.world != ranks:
-            run.problem = run.problem or f"steps of {run.world} ranks were seen, where {ranks} were asked for"
+            why = why or f"it came to its end without one (it prints: {_last_line(logs[0])})"
+            run.problem = f"no optimizer step was seen: {why}{_without_gpus(why)}"
+            if needs_step:
+                raise UserError(f"on {in_words(ranks)} {run.problem}")
+        elif why or run.world != ranks:
+            why = why or f"steps of {run.world} ranks were seen, where {ranks} were asked for"
+            run.problem = f"after {min(len(rank.steps) for rank in run.ranks)} steps: {why}"
         return run
 
-    @property
-    def seconds_left(self) -> float:
-        """The time that is left for all further runs together."""
-        return max(0.0, self._deadline - time.monotonic())
-
     def _wait(
-        self,
-        processes: Sequence[subprocess.Popen[bytes]],
-        logs: Sequence[Path],
-        traces: Path,
-        deadline: float,
-        silence: Silence,
+        self, processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], deadline: float, silence: Silence
     ) -> tuple[str, str]:
-        """Wait for all to end; where one failed, or not all have ended in time: the finding, if it is one, and why."""
-        failed = -1
-        while any(process.poll() is None for process in processes):
-            if failed < 0:
-                failed = _first_failed(processes, traces)
-                if failed >= 0:
-                    deadline = min(deadline, time.monotonic() + _PEERS_SECONDS)
+        """Wait until all have ended, or why they do not: the finding, where it may be one, and a sentence."""
+        while True:
+            codes = [process.poll() for process in processes]
+            for rank, (process, code) in enumerate(zip(processes, codes, strict=True)):
+                # A signal after the script's last line is none of its faults: torch may abort while the interpreter
+                # ends, if a script leaves its process group to that.
+                if code and not (code < 0 and ended_file(logs[rank].parent, process.pid).exists()):
+                    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+                    words = f"rank {rank} {how}: {_last_line(logs[rank])}"
+                    return "" if _without_gpus(words) else "fails-on-more-ranks", words
+            if None not in codes:
+                return "", ""
             if time.monotonic() > deadline:
-                break
-            if failed < 0 and (where := silence.where()):
+                waiting = " and ".join(str(rank) for rank, code in enumerate(codes) if code is None)
+                return "", f"rank {waiting} had not ended when the time was up (more of it: --seconds)"
+            if where := silence.where():
                 return "hangs", f"no rank does anything any more: {where}"
             time.sleep(_POLL_SECONDS)
-        if failed < 0:
-            failed = _first_failed(processes, traces)
-        if failed >= 0:
-            code = processes[failed].returncode
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-            words = f"rank {failed} {how}: {_last_line(logs[failed])}"
-            return "" if _without_gpus(words) else "fails-on-more-ranks", words
-        if any(process.returncode is None for process in processes):
-            waiting = [str(rank) for rank, process in enumerate(processes) if process.returncode is None]
-            return "", f"rank {' and '.join(waiting)} had not ended when the time was up (more of it: --seconds)"
-        return "", ""
-
-
-def _first_failed(processes: Sequence[subprocess.Popen[bytes]], traces: Path) -> int:
-    """The first rank that has failed; -1 where none has.
-
-    A signal after the script's last line is none of its faults: torch may abort while the interpreter ends, if a script
-    leaves its process group to that.
-    """
-    for rank, process in enumerate(processes):
-        code = process.returncode
-        if code and not (code < 0 and ended_file(traces, process.pid).exists()):
-            return rank
-    return -1
 
 
 def _left_out(folder: str, names: Sequence[str]) -> set[str]:
     """Hidden folders, caches, links to a folder around them, and what is neither file nor folder."""
-    here = {name: Path(folder, name) for name in names}
-    return {
-        name
-        for name, path in here.items()
-        if not path.is_file()
-        and (
-            name.startswith(".")
-            or name in _LEFT_OUT
-            or not path.is_dir()
-            or Path(folder).is_relative_to(path.resolve())
-        )
-    }
+
+    def is_left_out(path: Path) -> bool:
+        if path.is_file():
+            return False
+        is_around = Path(folder).is_relative_to(path.resolve())
+        return path.name.startswith(".") or path.name in _LEFT_OUT or not path.is_dir() or is_around
+
+    return {name for name in names if is_left_out(Path(folder, name))}
 
 
 def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if line.strip()]
-    return lines[-1].strip() if lines else "it has printed nothing"
+    lines = log.read_text(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it has printed nothing")
 
 
 def _without_gpus(why: str) -> str:

@@ -13,11 +13,12 @@ import re
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from ddp_lab.diagnose.variables import FOLDER, ended_file
+from ddp_lab.diagnose.task import ended_file, task
 
 SECONDS = 20.0
 """So long no process may do anything until it is said where all stand."""
@@ -34,7 +35,7 @@ _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 def answer_where() -> None:
     """In a process of the script: write the lines at which its threads stand when it is asked."""
-    stack = Path(os.environ[FOLDER], f"{os.getpid()}.stack").open("a")  # noqa: SIM115 - it is written at any time
+    stack = Path(task().traces, f"{os.getpid()}.stack").open("a")  # noqa: SIM115 - it is written at any time
     faulthandler.register(_SIGNAL, file=stack, all_threads=True)
 
 
@@ -74,16 +75,13 @@ class Silence:
         return spent, is_busy
 
     def _ask(self) -> str:
-        asked = {int(file.stem): file for file in self._traces.glob("*.stack")}
-        for process, file in list(asked.items()):
+        asked: dict[int, Path] = {}
+        for file in self._traces.glob("*.stack"):
             os.truncate(file, 0)
-            try:
-                if not ended_file(self._traces, process).exists():
+            with suppress(ProcessLookupError):  # it was killed
+                if not ended_file(self._traces, process := int(file.stem)).exists():
                     os.kill(process, _SIGNAL)
-                    continue
-            except ProcessLookupError:
-                pass  # it was killed
-            del asked[process]
+                    asked[process] = file
         time.sleep(_LOOK_SECONDS)  # for the answers
         stands = {process: self._stands(file.read_text()) for process, file in asked.items()}
         # Python's own helpers have no line of the script.

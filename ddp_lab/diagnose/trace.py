@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,26 @@ from typing import Any
 from ddp_core.base.errors import UserError
 
 Event = dict[str, Any]
-_STEP_EVENTS = ("forward", "loss", "backward", "clip", "schedule", "batch", "unseen")
-"""In the order of the fields of a Step."""
 
 
 @dataclass
-class Step:
-    """One optimizer step of a rank, and the events since the one before it."""
+class Part:
+    """A part of what a rank has done: the event that names it, and by their kind those that belong to it."""
 
-    event: Event
-    forwards: list[Event] = field(default_factory=list)
-    losses: list[Event] = field(default_factory=list)
-    backwards: list[Event] = field(default_factory=list)
-    clips: list[Event] = field(default_factory=list)
-    schedules: list[Event] = field(default_factory=list)
-    batches: list[Event] = field(default_factory=list)
-    unseen: list[Event] = field(default_factory=list)
+    event: Event = field(default_factory=dict)
+    events: dict[str, list[Event]] = field(default_factory=dict)
+
+    def of(self, kind: str) -> list[Event]:
+        """Its events of a kind."""
+        return self.events.get(kind, [])
+
+    def add(self, event: Event) -> None:
+        """Another event belongs to it."""
+        self.events.setdefault(event["event"], []).append(event)
+
+
+class Step(Part):
+    """One optimizer step of a rank, and all since the one before it."""
 
     @property
     def number(self) -> int:
@@ -36,91 +40,69 @@ class Step:
     @property
     def samples(self) -> list[str]:
         """Digests of the samples that the model was trained on, in their order; none where its loss is of others."""
-        if any(each["outside"] for each in self.backwards):
+        if any(each["outside"] for each in self.of("backward")):
             return []
-        return [each for forward in self.forwards for each in forward["samples"]]
+        return [each for forward in self.of("forward") for each in forward["samples"]]
 
     @property
     def gradients(self) -> dict[str, dict[str, Any]]:
         """By parameter: `digest`, `own` and `reduced` elements."""
         return self.event["gradients"]  # type: ignore[no-any-return]
 
-    def named(self, what: str) -> dict[str, Any]:
-        """By name, what all ranks should have alike: `gradients`, `rates`, `buffers`, `weights` or `weights_before`."""
-        if what == "gradients":
-            return {name: each["digest"] for name, each in self.gradients.items()}
-        if what == "rates":
-            return {f"group {number}": rate for number, rate in enumerate(self.event["rates"])}
-        if what == "buffers":  # when a forward pass has begun, after DDP has made them equal where it does
-            return self.forwards[0]["buffers"] if self.forwards else {}
-        return self.event[what]  # type: ignore[no-any-return]
-
     def reduced(self, name: str) -> list[float]:
         """Elements of the gradient that the optimizer uses for a parameter, before clipping; empty where unknown."""
         return self.gradients.get(name, {}).get("reduced") or []
 
 
-@dataclass
-class Pass:
-    """A DataLoader of one rank, gone through once."""
+class Pass(Part):
+    """A DataLoader of one rank, gone through once: its batches, its end, and the forward passes of models in training.
 
-    begin: Event
-    batches: list[Event] = field(default_factory=list)
-    is_trained_on: bool = False
-    is_complete: bool = False
-    evaluation: Event | None = None
-    """The first call of a model that was not trained on it."""
-    figures: list[Event] = field(default_factory=list)
-    """Means over a batch's elements, of its evaluation."""
-    printed: list[str] = field(default_factory=list)
-    """Numbers that the script has printed between its evaluation and the next training."""
-    is_put_together: bool = False
-    """Whether ranks have exchanged figures between its evaluation and the next training."""
-    is_trimmed: bool = False
-    """Whether the exchange has taken out what a loader had put in twice."""
+    Of an evaluation on it, also what was found, exchanged and printed until the next training.
+    """
 
     @property
     def ids(self) -> list[int] | None:
         """The indices of its samples, in their order; None where they are unknown."""
-        if not self.batches or any(each["ids"] is None for each in self.batches):
+        if any(each["ids"] is None for each in self.of("batch")):
             return None
-        return [each for batch in self.batches for each in batch["ids"]]
+        return [each for batch in self.of("batch") for each in batch["ids"]] or None
 
     @property
     def rows(self) -> list[str]:
         """Digests of its samples' content, in their order."""
-        return [each for batch in self.batches for each in batch["rows"]]
+        return [each for batch in self.of("batch") for each in batch["rows"]]
 
 
 @dataclass
-class Rank:
-    """What one rank has done."""
+class Rank(Part):
+    """What one rank has done since its start."""
 
-    rank: int
+    rank: int = 0
     steps: list[Step] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
-    seed_at_start: int | None = None
-    has_saved: bool = False
-    schedule_ends: list[int] = field(default_factory=list)
-    """By schedule, after how many moves it ends; 0 where it does not."""
 
     @property
     def is_seeded(self) -> bool:
         """Whether the script has set the seed of torch's generator."""
-        return bool(self.steps) and self.steps[0].event["seed"] != self.seed_at_start
+        return bool(self.steps) and self.steps[0].event["seed"] != self.event["seed"]
+
+    @property
+    def schedule_ends(self) -> list[int]:
+        """By schedule, after how many moves it ends; 0 where it does not."""
+        return [end for each in self.of("stopped") for end in each["ends"]]
 
     def training_passes(self) -> list[Pass]:
         """The passes of the loader that a model was trained on most often, in their order."""
-        trained = [each for each in self.passes if each.is_trained_on]
+        trained = [each for each in self.passes if each.of("forward")]
         if not trained:
             return []
-        most = max(trained, key=lambda each: len(each.batches)).begin["loader"]
-        return [each for each in trained if each.begin["loader"] == most]
+        most = max(trained, key=lambda each: len(each.of("batch"))).event["loader"]
+        return [each for each in trained if each.event["loader"] == most]
 
     def evaluated_passes(self) -> list[Pass]:
         """The passes of loaders that no model was trained on, but called on, in their order."""
-        trained = {each.begin["loader"] for each in self.passes if each.is_trained_on}
-        return [each for each in self.passes if each.evaluation is not None and each.begin["loader"] not in trained]
+        trained = {each.event["loader"] for each in self.passes if each.of("forward")}
+        return [each for each in self.passes if each.of("evaluation") and each.event["loader"] not in trained]
 
 
 @dataclass
@@ -143,7 +125,7 @@ class Run:
     @property
     def has_saved(self) -> bool:
         """Whether a rank has called torch.save."""
-        return any(rank.has_saved for rank in self.ranks)
+        return any(rank.of("saved") for rank in self.ranks)
 
     @property
     def is_connected(self) -> bool:
@@ -161,7 +143,7 @@ class Run:
             yield list(steps)
 
 
-def read_run(folder: Path, problem: str = "") -> Run:
+def read_run(folder: Path) -> Run:
     """The run whose processes have written their traces into `folder`: those with at least one step, by rank.
 
     Raises UserError where two processes have been the same rank.
@@ -176,7 +158,7 @@ def read_run(folder: Path, problem: str = "") -> Run:
             )
         if rank.steps:
             ranks[rank.rank] = rank
-    return Run([ranks[number] for number in sorted(ranks)], folder, problem)
+    return Run([ranks[number] for number in sorted(ranks)], folder)
 
 
 def _events(file: Path) -> Iterator[Event]:
@@ -187,60 +169,35 @@ def _events(file: Path) -> Iterator[Event]:
 
 
 def _rank(events: Iterator[Event]) -> Rank:
-    rank = Rank(0)
-    kept: dict[str, list[Event]] = {name: [] for name in _STEP_EVENTS}
+    rank, since = Rank(), Step()
     passes: dict[tuple[int, int], Pass] = {}
     latest: Pass | None = None
     evaluated: list[Pass] = []
     for event in events:
         kind = event["event"]
+        since.add(event)
         if kind == "step":
-            rank.steps.append(Step(event, *kept.values()))
-            kept = {name: [] for name in _STEP_EVENTS}
-            rank.rank = int(event["rank"])
-            continue
-        if kind in kept:
-            kept[kind].append(event)
-        if kind == "start":
-            rank.seed_at_start = event["seed"]
-        elif kind == "saved":
-            rank.has_saved = True
-        elif kind == "stopped":
-            rank.schedule_ends = event["ends"]
+            since.event = event
+            rank.steps.append(since)
+            rank.rank, since = int(event["rank"]), Step()
+        elif kind == "start":
+            rank.event = event
         elif kind == "pass":
             rank.passes.append(Pass(event))
             passes[event["loader"], event["pass"]] = rank.passes[-1]
         elif kind in ("batch", "end"):
             latest = passes[event["loader"], event["pass"]]
-            if kind == "end":
-                latest.is_complete = True
-            else:
-                latest.batches.append(event)
+            latest.add(event)
         elif kind == "evaluation" and rank.steps:  # one before the first step only tries whether it runs
             evaluated.append(passes[event["loader"], event["pass"]])
-            evaluated[-1].evaluation = event
-        elif kind == "figure" and evaluated:
-            evaluated[-1].figures.append(event)
-        elif kind == "printed":
-            for each in evaluated:
-                each.printed += event["numbers"]
-        elif kind == "exchange":
-            for each in evaluated:
-                each.is_put_together = True
-                each.is_trimmed |= event["trims"]
+            evaluated[-1].add(event)
+        elif kind in ("figure", "printed", "exchange"):
+            for each in evaluated[-1:] if kind == "figure" else evaluated:
+                each.add(event)
         elif kind == "forward":
             evaluated.clear()
             if latest is not None:
-                latest.is_trained_on = True
+                latest.add(event)
+        else:
+            rank.add(event)
     return rank
-
-
-def differing(*ranks: Mapping[str, Any]) -> list[str]:
-    """The names of what is not the same in all of them."""
-    names = dict.fromkeys(name for each in ranks for name in each)
-    return [name for name in names if any(each.get(name) != ranks[0].get(name) for each in ranks)]
-
-
-def first_difference(*ranks: Mapping[str, Any]) -> str | None:
-    """The first of them; None where all is the same."""
-    return next(iter(differing(*ranks)), None)

@@ -29,76 +29,62 @@ import re
 import sys
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddp_core.base.digests import optimizer_digest
 from ddp_lab.diagnose.loaders import Loaders
 from ddp_lab.diagnose.loss_weights import LossWeights
-from ddp_lab.diagnose.recorder import Recorder, digest, generators, place, rows, site, some_elements, tensors_of, wrap
+from ddp_lab.diagnose.recorder import Recorder, changed, digest, generators, place, rows, site, tensors_of, wrap
 from ddp_lab.diagnose.silence import answer_where
+from ddp_lab.diagnose.task import Task, ended_file, task
 from ddp_lab.diagnose.union import Batches
-from ddp_lab.diagnose.variables import BATCHES, FOLDER, GIVEN, STEPS, UNTIL, ended_file
+from ddp_lab.diagnose.updates import Schedules, Watched, settings
 
 LONGER = 6
 """For a second epoch so many times the steps are seen at most."""
 _WAIT_SECONDS = 10.0
-_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "base_momentum", "max_momentum")
-"""Settings of an optimizer that schedules change."""
 _EXCHANGES = (
     *("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather", "all_to_all", "all_to_all_single"),
     *("all_gather_object", "gather_object", "reduce_scatter", "reduce_scatter_tensor"),
 )
 """Functions of torch.distributed by which figures of all ranks come together."""
 _NUMBER = re.compile(r"\d*\.\d+")
-_LONGEST_SCHEDULE = 20_000
-"""In steps; the end of a longer one is not looked for."""
-_FADED = 1e-6
-"""So small a part of its highest rate is rounding, and a schedule that ends has not come to it before its last move."""
 
 
 def install() -> None:
     """Hook into torch, which was just loaded."""
     answer_where()
-    atexit.register(lambda: ended_file(Path(os.environ[FOLDER]), os.getpid()).touch())
+    mine = task()
+    atexit.register(lambda: ended_file(Path(mine.traces), os.getpid()).touch())
     batches = None
-    if os.environ.get(BATCHES):
-        batches = Batches(Path(os.environ[BATCHES]), os.environ[GIVEN])
+    if mine.given is not None:
+        batches = Batches(Path(mine.batches), mine.given)
         batches.install()
-    recorder = Recorder(Path(os.environ[FOLDER]))
-    Tracer(recorder, int(os.environ[STEPS]), os.environ.get(UNTIL, ""), batches).install()
+    Tracer(Recorder(Path(mine.traces)), mine, batches).install()
 
 
 class Tracer:
     """What is known of this process between two optimizer steps."""
 
-    def __init__(self, recorder: Recorder, steps: int, until: str, batches: Batches | None) -> None:
-        self._recorder, self._batches = recorder, batches
-        self._wanted, self._until = steps, until
-        self._losses = LossWeights(recorder)
+    def __init__(self, recorder: Recorder, task: Task, batches: Batches | None) -> None:
+        self._recorder, self._task, self._batches = recorder, task, batches
+        self._losses, self._schedules = LossWeights(recorder), Schedules(recorder)
         self._steps = self._made_before = 0
         self._is_saved = False
-        self._names: dict[int, str] = {}
-        self._hooked: set[int] = set()
-        self._own: dict[int, Tensor] = {}
-        self._kept: set[int] = set()
-        self._unclipped: dict[int, Tensor] = {}
+        self._watched: dict[int, Watched] = {}
+        """By its id, each parameter of a model or an optimizer."""
+        self._moving: list[Watched] = []
+        """Those of the optimizer that makes its step."""
         self._gradients: dict[str, dict[str, Any]] = {}
-        self._before: dict[int, tuple[str, Tensor]] = {}
-        """By parameter, its digest and elements before the step: a closure's forward may yet give it its name."""
         self._state = ""
         self._stepping: Optimizer | None = None
-        self._schedules: dict[int, Any] = {}
-        """By its id, each schedule that has moved on."""
-        self._is_in_schedule = False
         self._made: list[Tensor] = []
         """Results of models since the step before the last: a model that is called with one is given no sample."""
         self._outside: list[Any] = []
@@ -122,9 +108,7 @@ class Tracer:
         wrap(torch.autograd, "backward", self._begin_backward)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             wrap(nn.utils, name, self._clip)
-        for kind in vars(lr_scheduler).values():
-            if isinstance(kind, type) and "step" in vars(kind):
-                wrap(kind, "step", self._schedule)
+        self._schedules.install()
         wrap(torch, "save", self._save)
         wrap(torch.amp.GradScaler, "step", self._scale)
         for stream in (sys.stdout, sys.stderr):
@@ -152,7 +136,9 @@ class Tracer:
                 result = call(module, *words, **named)
                 self._made += tensors_of([result] if self._batches is not None else [])
                 return result
-            self._hook_parameters(module)
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    self._watch(parameter).hook(_plain(name))
             before, sync = generators(), getattr(module, "require_backward_grad_sync", None)
             is_another = False
             if self._batches is not None and not any(each.requires_grad for each in tensors_of([words, named])):
@@ -166,7 +152,7 @@ class Tracer:
             self._recorder.write(
                 "forward",
                 **{"samples": rows(given), "sync": sync, "generators": before, "buffers": self._buffer_digests},
-                moved=[name for name, state in generators().items() if state != before[name]],
+                draws=changed(before, generators()),
             )
             if self._batches is not None:
                 self._made += (results := list(tensors_of([result])))
@@ -180,27 +166,10 @@ class Tracer:
     def _note_buffers(self, module: nn.Module) -> None:
         self._buffer_digests = {_plain(name): digest(buffer) for name, buffer in module.named_buffers()}
 
-    def _hook_parameters(self, module: nn.Module) -> None:
-        for name, parameter in module.named_parameters():
-            if id(parameter) not in self._hooked and parameter.requires_grad:
-                self._hooked.add(id(parameter))
-                self._names[id(parameter)] = _plain(name)
-                if not hasattr(parameter, "to_local"):
-                    parameter.register_hook(self._own_gradient(parameter))
-
-    def _own_gradient(self, parameter: Tensor) -> Callable[[Tensor], None]:
-        """Adds up what this rank's backward passes give, before anything is sent."""
-        number = id(parameter)
-
-        def arrived(gradient: Tensor) -> None:
-            if number not in self._own:
-                if parameter.grad is not None and bool((parameter.grad != 0).any()):
-                    self._kept.add(number)
-                self._own[number] = some_elements(gradient)
-            else:
-                self._own[number] = self._own[number] + some_elements(gradient)
-
-        return arrived
+    def _watch(self, parameter: Tensor) -> Watched:
+        if id(parameter) not in self._watched:
+            self._watched[id(parameter)] = Watched(parameter, f"a parameter of no model, number {len(self._watched)}")
+        return self._watched[id(parameter)]
 
     def _begin_backward(self, function: Callable[..., Any], *words: Any, **named: Any) -> Any:
         # Where the script computes the loss outside of the model, its targets are those of its own batch.
@@ -214,11 +183,8 @@ class Tracer:
 
     def _clip(self, function: Callable[..., Any], parameters: Any, *words: Any, **named: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        found = {id(each): each.grad for each in given if each.grad is not None}
-        for number, gradient in found.items():
-            self._unclipped.setdefault(number, some_elements(gradient))
-        gradients = {self._names.get(number, "?"): digest(gradient) for number, gradient in found.items()}
-        self._recorder.write("clip", site=site(), gradients=gradients)
+        clipped = [self._watch(each) for each in given if each.grad is not None]
+        self._recorder.write("clip", site=site(), gradients={each.name: each.is_clipped() for each in clipped})
         return function(given, *words, **named)
 
     def _exchange(self, function: Callable[..., Any], *words: Any, **named: Any) -> Any:
@@ -239,17 +205,6 @@ class Tracer:
         self._scaler = scaler.state_dict() or None
         return step(scaler, *words, **named)
 
-    def _schedule(self, step: Callable[..., Any], schedule: Any, *words: Any, **named: Any) -> Any:
-        if self._is_in_schedule:  # one that is made of others
-            return step(schedule, *words, **named)
-        self._is_in_schedule = True
-        try:
-            return step(schedule, *words, **named)
-        finally:
-            self._is_in_schedule = False
-            self._schedules[id(schedule)] = schedule
-            self._recorder.write("schedule", site=site(), kind=type(schedule).__name__)
-
     def _save(self, function: Callable[..., Any], *words: Any, **named: Any) -> Any:
         result = function(*words, **named)
         self._recorder.write("saved", site=site())
@@ -259,17 +214,15 @@ class Tracer:
     def _before_step(self, optimizer: Optimizer, words: Any, named: Any) -> None:
         if self._stepping is not None:  # an optimizer inside of another one
             return
-        if self._until == "saved" and self._is_saved and self._steps >= min(2, self._wanted):
+        if self._task.until == "saved" and self._is_saved and self._steps >= min(2, self._task.steps):
             self._stop()
         self._is_saved = False
         self._stepping = optimizer
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                # With a closure, forward and the gradients come later.
-                self._names.setdefault(id(parameter), f"a parameter of no model, number {len(self._names)}")
-        self._before = {id(each): (digest(each), some_elements(each)) for _, each in self._parameters(optimizer)}
+        self._moving = [self._watch(each) for group in optimizer.param_groups for each in group["params"]]
+        for each in self._moving:
+            each.begin_step()
         self._state = _state_digest(optimizer)
-        self._gradients = self._look_at_gradients(optimizer)
+        self._gradients = {each.name: each.gradient() for each in self._moving}
 
     def _after_step(self, optimizer: Optimizer, words: Any, named: Any) -> None:
         if self._stepping is not optimizer:
@@ -282,83 +235,43 @@ class Tracer:
             "step",
             **{"step": self._steps, "rank": rank, "world": world, "distributed": is_distributed, "site": site()},
             **{"optimizer": id(optimizer), "state": self._state},
-            gradients=self._look_at_gradients(optimizer) if closure else self._gradients,
-            weights_before={self._names[number]: found for number, (found, _) in self._before.items()},
-            weights={name: digest(each) for name, each in self._parameters(optimizer)},
-            updates={
-                name: (some_elements(each) - self._before[id(each)][1]).tolist()
-                for name, each in self._parameters(optimizer)
-                if self._batches is not None
-            },
+            # With a closure, forward and the gradients have come in the step, and forward gives parameters their names.
+            gradients={each.name: each.gradient() for each in self._moving} if closure else self._gradients,
+            weights_before={each.name: each.before for each in self._moving},
+            weights={each.name: digest(each.parameter) for each in self._moving},
+            updates={each.name: each.update() for each in self._moving if self._batches is not None},
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            settings=self._settings(optimizer),
+            settings=dict(zip((each.name for each in self._moving), settings(optimizer), strict=True)),
             scaler=self._scaler,
             generators=generators(),
             seed=torch.initial_seed(),
-            sharded=any(hasattr(each, "to_local") for _, each in self._parameters(optimizer)),
+            sharded=any(hasattr(each.parameter, "to_local") for each in self._moving),
         )
         if self._batches is not None:
-            self._batches.after_step(self._steps, dict(self._parameters(optimizer)))
+            self._batches.after_step(self._steps, {each.name: each.parameter for each in self._moving})
         self._scaler = None
         del self._made[: self._made_before]
         self._made_before = len(self._made)
-        for kept in (self._own, self._kept, self._unclipped, self._outside, self._inside):
-            kept.clear()
+        for each in self._watched.values():
+            each.end_step()
+        self._outside.clear()
+        self._inside.clear()
         self._losses.backwards = 0
         if self._is_enough():
             self._stop()
 
-    def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                yield self._names[id(parameter)], parameter
-
-    def _settings(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-        """By parameter, the numbers of its group, such as its weight decay, but for those that a schedule changes."""
-        largest = max((float(group["lr"]) for group in optimizer.param_groups if "lr" in group), default=0.0)
-        return {
-            self._names[id(parameter)]: {
-                "elements": parameter.numel(),
-                "a learning rate, as a part of the largest, of": float(group.get("lr", 0.0)) / (largest or 1.0),
-                **{
-                    key: each
-                    for key, each in group.items()
-                    if isinstance(each, int | float | list | tuple) and key not in (*_SCHEDULED, "params")
-                },
-            }
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-
-    def _look_at_gradients(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-        """By parameter: the gradient that the optimizer uses, and what this rank's own samples gave."""
-        found: dict[str, dict[str, Any]] = {}
-        for name, parameter in self._parameters(optimizer):
-            if parameter.grad is None:
-                found[name] = {"digest": "none", "own": None, "reduced": None}
-                continue
-            own, reduced = self._own.get(id(parameter)), self._unclipped.get(id(parameter))
-            known = own is not None and id(parameter) not in self._kept
-            found[name] = {
-                "digest": digest(parameter.grad),
-                "own": own.tolist() if own is not None and known else None,
-                "reduced": (some_elements(parameter.grad) if reduced is None else reduced).tolist() if known else None,
-            }
-        return found
-
     def _is_enough(self) -> bool:
-        if self._steps < self._wanted or self._until == "saved":
-            return False
-        most = LONGER * self._wanted
-        return self._until != "epoch" or self._steps >= most or not self._loaders.second_pass_comes(self._steps, most)
+        steps, until, seen = self._task.steps, self._task.until, self._steps
+        if until != "epoch":
+            return seen >= steps and until != "saved"
+        return seen >= steps and not (seen < LONGER * steps and self._loaders.second_pass_comes(seen, LONGER * steps))
 
     def _stop(self) -> None:
         """End the process once every rank has come here: none loses a peer while it still needs it."""
         rank, world, _ = place()
-        self._is_in_schedule = True  # what moves on now is no event
         # Rank 0's schedules are looked at alone, and each takes a sixth of a second.
-        self._recorder.write("stopped", ends=[_end(each) for each in self._schedules.values() if rank == 0])
-        folder = Path(os.environ[FOLDER])
+        self._recorder.write("stopped", ends=[] if rank else self._schedules.ends())
+        folder = Path(self._task.traces)
         (folder / f"{rank}.stopped").touch()
         deadline = time.monotonic() + _WAIT_SECONDS
         while len(list(folder.glob("*.stopped"))) < world and time.monotonic() < deadline:
@@ -380,28 +293,6 @@ def _comes_from(results: Iterable[Tensor], makers: Sequence[Any], losses: Sequen
         seen.add(node)
         ahead += [before for before, _ in node.next_functions]
     return False
-
-
-def _end(schedule: Any) -> int:
-    """After how many moves a schedule's rate is the lowest for the first time; 0 where it has no such end.
-
-    A rate that only fades away has none. The schedule moves on, so it and its optimizer are of no use afterwards.
-    """
-    rates: list[float] = []
-    moves, is_over = getattr(schedule, "last_epoch", 0), 1
-    with suppress(Exception), warnings.catch_warnings(action="ignore"):
-        while len(rates) < _LONGEST_SCHEDULE:
-            rates.append(float(schedule.optimizer.param_groups[0]["lr"]))
-            schedule.step()
-        is_over = 0
-    if not rates:  # a script's own schedule may have another optimizer, or none
-        return 0
-    nothing = _FADED * max(rates)
-    bottom = min(rates) + nothing
-    end = next(at for at, rate in enumerate(rates) if rate <= bottom)
-    if not 0 < end < _LONGEST_SCHEDULE - 1 or rates[end - 1] <= 2 * nothing:
-        return 0
-    return moves + end + is_over  # OneCycleLR is over with its lowest rate: one move more is an error
 
 
 def _state_digest(optimizer: Optimizer) -> str:

@@ -9,6 +9,7 @@ depends on which samples a rank has: dropout drops nothing, and batch norm uses 
 from __future__ import annotations
 
 import pickle
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -65,7 +66,8 @@ class Batches:
         """Keep the first rank's weights for one process, or take them."""
         rank, world, _ = place()
         file = self._folder / f"weights-{step}"
-        if world > 1 and rank == 0:
+        has_room = 2 * sum(each.nbytes for each in weights.values()) < shutil.disk_usage(self._folder).free
+        if world > 1 and rank == 0 and has_room:  # else the next step begins with other weights, and proves nothing
             file.write_bytes(pickle.dumps({name: each.detach() for name, each in weights.items()}))
         elif world == 1 and file.exists():
             for name, each in pickle.loads(file.read_bytes()).items():

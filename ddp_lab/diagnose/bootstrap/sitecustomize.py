@@ -19,7 +19,7 @@ other = PathFinder.find_spec("sitecustomize", others)
 if other is not None and other.loader is not None:
     other.loader.exec_module(module_from_spec(other))
 # The script may start an interpreter that has no torch.
-if os.environ.get("DDP_DIAGNOSE_TRACE") and find_spec("torch") is not None:
+if os.environ.get("DDP_DIAGNOSE_TASK") and find_spec("torch") is not None:
     sys.path.append(str(_HERE.parents[2]))  # the last place: it hides nothing of the script's
     from ddp_lab.diagnose.tracer import install
 

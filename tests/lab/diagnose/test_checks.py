@@ -13,10 +13,10 @@ from torch.optim import lr_scheduler
 
 from ddp_core.base.errors import UserError
 from ddp_lab.diagnose import across, checks
+from ddp_lab.diagnose.differences import not_repeatable, not_restored
 from ddp_lab.diagnose.findings import KINDS, Finding, by_harm
-from ddp_lab.diagnose.repeated import not_repeatable, not_restored
-from ddp_lab.diagnose.trace import Pass, Rank, Run, Step, read_run
-from ddp_lab.diagnose.tracer import _end
+from ddp_lab.diagnose.trace import Event, Pass, Rank, Run, Step, read_run
+from ddp_lab.diagnose.updates import end_of
 from tests.support.wording import refusing
 
 
@@ -28,16 +28,16 @@ def step(number: int = 1, rank: int = 0, world: int = 1, **changes: Any) -> Step
         **{"weights_before": {"w": f"w{number - 1}"}, "weights": {"w": f"w{number}"}, "state": f"s{number}"},
         **{"rates": [0.1], "generators": {}, "seed": 0, "sharded": False, "settings": {}, "optimizer": 0},
     }
-    parts = {name: changes.pop(name) for name in ("losses", "clips", "schedules") if name in changes}
+    events = {kind: changes.pop(kind) for kind in ("loss", "clip", "schedule") if kind in changes}
     samples = changes.pop("samples", [f"{rank}-{number}-{index}" for index in range(2)])
-    forward = {"samples": samples, "sync": None, "moved": [], "generators": {}, "buffers": {}}
-    return Step(event | changes, forwards=[forward | parts.pop("forward", {})], **parts)
+    forward = {"samples": samples, "sync": None, "draws": {}, "generators": {}, "buffers": {}}
+    return Step(event | changes, {"forward": [forward | changes.pop("forward", {})]} | events)
 
 
 def run(*ranks: Sequence[Step], passes: Sequence[Sequence[Pass]] = ()) -> Run:
     return Run(
         [
-            Rank(number, list(steps), list(passes[number]) if passes else [], seed_at_start=1)
+            Rank({"seed": 1}, {}, number, list(steps), list(passes[number]) if passes else [])
             for number, steps in enumerate(ranks)
         ]
     )
@@ -93,9 +93,9 @@ def test_weights_that_are_made_equal_again_are_local_sgd() -> None:
 
 
 def test_elements_that_weigh_more_on_one_rank() -> None:
-    even = run([step(world=2, losses=[loss(0.1, 10)])], [step(rank=1, world=2, losses=[loss(0.1001, 4)])])
+    even = run([step(world=2, loss=[loss(0.1, 10)])], [step(rank=1, world=2, loss=[loss(0.1001, 4)])])
     assert checks.of_run(even) == []
-    uneven = run([step(world=2, losses=[loss(0.1, 10)])], [step(rank=1, world=2, losses=[loss(0.25, 4)])])
+    uneven = run([step(world=2, loss=[loss(0.1, 10)])], [step(rank=1, world=2, loss=[loss(0.25, 4)])])
     (found,) = checks.of_run(uneven)
     assert found.name == "unlike-weights"
     assert "weighs 0.25 in micro-batch 1 of rank 1 (4 elements), and 0.1 in micro-batch 1 of rank 0" in found.evidence
@@ -120,15 +120,13 @@ def both(seen: dict[str, list[float]], number: int = 1, **changes: Any) -> list[
         return {name: [-rate * element for element in each] for name, each in used.items()}
 
     rate, unseen, _ = changes.pop("rate", 0.1), changes.pop("unseen", []), changes.pop("draws", False)
-    used, moved, scale = {"w": [1.0, 2.0], "b": [3.0], "k": [1e-9]}, changes.pop("moved", []), changes.pop("scale", 1.0)
+    used, draws, scale = {"w": [1.0, 2.0], "b": [3.0], "k": [1e-9]}, changes.pop("drawn", {}), changes.pop("scale", 1.0)
     buffers, batches = changes.pop("buffers", {}), changes.pop("batches", [])
     one = step(number, **{"samples": ["a", "b"], "gradients": gradients(used), "updates": updates(used, 0.1)} | changes)
-    one.forwards[0]["moved"] = moved
-    one.forwards[0]["buffers"] = buffers
+    one.of("forward")[0].update(draws=draws, buffers=buffers)
     did = {"gradients": gradients(seen), "updates": updates(seen, rate)}
     ranks = [step(number, rank=rank, world=2, samples=["ab"[rank]], **did) for rank in range(2)]
-    ranks[0].unseen.extend(unseen)
-    ranks[0].batches.extend(batches)
+    ranks[0].events = {**ranks[0].events, "unseen": unseen, "batch": batches}
     return [one, *ranks]
 
 
@@ -173,7 +171,7 @@ def test_the_step_is_that_of_one_process_with_the_samples_of_all_ranks(
     [
         ([1.0, 2.0], {"weights_before": {"w": "other"}}, "begins with other weights"),
         ([1.0, 2.0], {"samples": ["a", "c"]}, "could not be given the samples"),
-        ([1.0, 2.0], {"moved": ["torch"]}, "random numbers"),
+        ([1.0, 2.0], {"drawn": {"torch": ("1", "2")}}, "random numbers"),
         ([1.0, 2.0], {"gradients": {}}, "not known"),
         ([2.0, 1.0], {"generators": {"torch": "moved on"}}, "random numbers are drawn between forward and step"),
         ([2.0, 1.0], {"batches": [{"ids": [0, 1], "rows": ["first time"]}]}, "not one row for each sample"),
@@ -195,9 +193,9 @@ def test_a_later_step_of_which_nothing_is_proved_ends_what_is_proved() -> None:
 
 def test_a_schedule_that_counts_samples_is_by_design() -> None:
     """Each rank has a batch as large as that of one alone, and two moves on two ranks are two steps on one."""
-    alone = run([step(number, schedules=[MOVE] * (number > 1), rates=[1 / number]) for number in range(1, 5)])
+    alone = run([step(number, schedule=[MOVE] * (number > 1), rates=[1 / number]) for number in range(1, 5)])
     ranks = [
-        [step(1, rank, 2, rates=[1.0]), step(2, rank, 2, schedules=[MOVE, MOVE], rates=[1 / 3])] for rank in range(2)
+        [step(1, rank, 2, rates=[1.0]), step(2, rank, 2, schedule=[MOVE, MOVE], rates=[1 / 3])] for rank in range(2)
     ]
     assert "schedule-counts-samples" in names(across.with_ranks(alone, run(*ranks)))
     ranks[0][1].event["rates"] = [1 / 5]
@@ -208,9 +206,9 @@ def test_a_schedule_that_counts_samples_is_by_design() -> None:
 def test_a_schedule_of_one_ranks_epochs_is_too_long_on_more(ends: tuple[int, int], found: list[str]) -> None:
     runs = []
     for ranks, end in zip((1, 2), ends, strict=True):
-        steps = [[step(n, rank, ranks, schedules=[MOVE] * (n > 1)) for n in (1, 2)] for rank in range(ranks)]
+        steps = [[step(n, rank, ranks, schedule=[MOVE] * (n > 1)) for n in (1, 2)] for rank in range(ranks)]
         runs.append(run(*steps, passes=[[one_pass(range(8), length=12 // ranks)]] * ranks))
-        runs[-1].ranks[0].schedule_ends.append(end)
+        runs[-1].ranks[0].events["stopped"] = [{"ends": [end]}]
     assert [name for name in names(across.with_ranks(*runs)) if name.startswith("schedule")] == found
 
 
@@ -230,8 +228,8 @@ def test_a_schedules_end_is_where_its_rate_is_the_lowest(kind: Any, words: dict[
     for _ in range(3):
         schedule.optimizer.step()
         schedule.step()
-    assert _end(schedule) == end
-    assert _end(object()) == 0, "a script's own schedule may have no optimizer"
+    assert end_of(schedule) == end
+    assert end_of(object()) == 0, "a script's own schedule may have no optimizer"
 
 
 def test_a_gradient_is_not_finite_where_that_of_one_process_is() -> None:
@@ -247,7 +245,7 @@ def one_pass(ids: Sequence[int], **changes: Any) -> Pass:
         **{"site": "train.py:3", "offered": None},
     }
     batch = {"ids": list(ids), "rows": [f"row-{each}" for each in ids], "worker": 0, "draws": {}}
-    return Pass(begin | changes, [batch], is_trained_on=True, is_complete=True)
+    return Pass(begin | changes, {"batch": [batch], "end": [{}], "forward": [{}]})
 
 
 @pytest.mark.parametrize(
@@ -302,27 +300,25 @@ def test_settings_of_a_parameter_that_depend_on_ranks() -> None:
     ]
 
 
-def evaluated(ids: Sequence[int], **changes: Any) -> Pass:
-    one = one_pass(ids, loader=1)
-    one.is_trained_on, one.evaluation = False, {"site": "train.py:20"}
-    for name, value in changes.items():
-        setattr(one, name, value)
+def evaluated(ids: Sequence[int], begin: dict[str, Any] | None = None, **events: list[Event]) -> Pass:
+    one = one_pass(ids, loader=1, **(begin or {}))
+    one.events.update({"forward": [], "evaluation": [{"site": "train.py:20"}]} | events)
     return one
 
 
 def offering(samples: int) -> Pass:
-    return evaluated([0, 1], begin=one_pass([0, 1], loader=1, offered=samples).begin)
+    return evaluated([0, 1], {"offered": samples})
 
 
 def figures(means: Sequence[tuple[float, int]], *printed: str) -> Pass:
     found = [{"site": "train.py:21", "value": value, "elements": elements} for value, elements in means]
-    return evaluated([0, 1], figures=found, printed=list(printed))
+    return evaluated([0, 1], figure=found, printed=[{"numbers": list(printed)}])
 
 
 def drawing(*states: int) -> Pass:
     """A pass of which each worker has loaded a batch, and drawn from a generator that began in a state."""
     one = one_pass([])
-    one.batches = [
+    one.events["batch"] = [
         {"ids": [worker], "rows": [str(worker)], "worker": worker, "draws": {"torch": (f"{state}", f"{state} moved")}}
         for worker, state in enumerate(states)
     ]
@@ -330,6 +326,8 @@ def drawing(*states: int) -> Pass:
 
 
 FIRST = one_pass([3, 1, 0, 2])
+TOGETHER = {"trims": False}
+"""Ranks have put their figures together."""
 
 
 @pytest.mark.parametrize(
@@ -340,11 +338,11 @@ FIRST = one_pass([3, 1, 0, 2])
         ([one_pass([0, 1])], [one_pass([2, 3], length=1)], ["unlike-batches"]),
         ([evaluated([0, 2])], [evaluated([1, 3])], ["evaluates-a-share"]),
         ([evaluated([0, 1])], [evaluated([1, 0])], []),
-        ([evaluated([0, 2], is_put_together=True)], [evaluated([1, 3], is_put_together=True)], []),
-        ([evaluated([0, 2], is_complete=False)], [evaluated([1, 3])], []),
-        ([evaluated([0, 2], is_put_together=True)], [evaluated([1, 0], is_put_together=True)], ["evaluates-twice"]),
-        ([evaluated([0, 2], is_put_together=True)], [evaluated([1, 0], is_trimmed=True)], []),
-        ([evaluated([0, 1], is_put_together=True)], [evaluated([0, 1])], []),
+        ([evaluated([0, 2], exchange=[TOGETHER])], [evaluated([1, 3], exchange=[TOGETHER])], []),
+        ([evaluated([0, 2], end=[])], [evaluated([1, 3])], []),
+        ([evaluated([0, 2], exchange=[TOGETHER])], [evaluated([1, 0], exchange=[TOGETHER])], ["evaluates-twice"]),
+        ([evaluated([0, 2], exchange=[TOGETHER])], [evaluated([1, 0], exchange=[{"trims": True}])], []),
+        ([evaluated([0, 1], exchange=[TOGETHER])], [evaluated([0, 1])], []),
         ([offering(3)], [offering(2)], ["evaluates-not-all"]),
         ([offering(2)], [offering(2)], []),
         ([figures([(1.0, 8), (2.0, 2)], "1.500")], [figures([(1.0, 8), (2.0, 2)])], ["mean-of-means"]),

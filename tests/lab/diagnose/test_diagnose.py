@@ -114,7 +114,7 @@ def test_a_run_without_a_seed_is_said_and_no_bug(tmp_path: Path) -> None:
     ended = diagnose(tmp_path, "--ranks", "1", "--", script)
     assert ended.code == 0
     assert "by design: Two equal runs differ: no seed is set (no-seed)" in ended.output
-    assert "step 1: the weights differ from the start" in ended.output
+    assert "step 1: weight before it is another" in ended.output
     assert not (tmp_path / "written.txt").exists()
 
 
@@ -184,6 +184,23 @@ def test_a_first_checkpoint_may_come_late_and_the_script_needs_no_dashes_before_
     assert ended.code == 1, ended.output + ended.errors
     assert "BUG: " in ended.output
     assert "after 32 steps and a resume: the optimizer's state is another" in ended.output
+
+
+@pytest.mark.slow
+def test_the_rank_that_has_failed_is_named_and_not_those_that_wait_for_it(tmp_path: Path) -> None:
+    script = f"""
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    raise ValueError("only here")
+{TRAINS}
+dist.barrier()
+{STEP}
+"""
+    ended = diagnose(tmp_path, "--ranks", "1,2", "--", write(tmp_path, script))
+    assert ended.code == 1, ended.errors
+    assert "BUG: The script fails on several ranks, though not on one (fails-on-more-ranks)" in ended.output
+    assert "no optimizer step was seen: rank 1 ended with 1: [rank1]: ValueError: only here\n" in ended.output
 
 
 @pytest.mark.slow
