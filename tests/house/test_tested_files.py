@@ -12,6 +12,7 @@ WITHOUT = {
     "adapters": "accelerate fabric lightning micro_steps transformers",
     "base": "ending extras later memory silent_ends",
     "cli": "click_kinds entry prepare repeating train_command trained_commands words",
+    "distributed": "reports",
     "launch": "agent nodes spawn supervision",
     "live": "launch workers",
     "observe": "profiling",

@@ -1,7 +1,4 @@
-"""A run that is asked to stop finishes its step, saves and exits with 75; resumed, it ends as if never stopped.
-
-Tests distributed/reports.py, too.
-"""
+"""A run that is asked to stop finishes its step, saves and exits with 75; resumed, it ends as if never stopped."""
 
 from __future__ import annotations
 
