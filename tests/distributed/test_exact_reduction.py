@@ -1,4 +1,7 @@
-"""Exact reduction in real processes: one digest whatever the world size, and clear errors when something fails."""
+"""Exact reduction in real processes: one digest whatever the world size, and clear errors when something fails.
+
+Tests reduction/strided.py, too.
+"""
 
 from __future__ import annotations
 

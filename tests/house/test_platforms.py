@@ -1,4 +1,7 @@
-"""Where ddp cannot run it says so in one line; played by a Python without the modules that Windows lacks."""
+"""Where ddp cannot run it says so in one line; played by a Python without the modules that Windows lacks.
+
+Tests base/platforms.py, too.
+"""
 
 from __future__ import annotations
 

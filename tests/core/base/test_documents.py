@@ -1,4 +1,7 @@
-"""JSON documents read back: what is refused, in which words, and that nothing else is raised."""
+"""JSON documents read back: what is refused, in which words, and that nothing else is raised.
+
+Tests base/beneath.py, too.
+"""
 
 from __future__ import annotations
 

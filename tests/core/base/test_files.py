@@ -1,4 +1,7 @@
-"""Files that appear whole or not at all; in a stranger's directory no link is followed to write, no pipe waited for."""
+"""Files that appear whole or not at all; in a stranger's directory no link is followed to write, no pipe waited for.
+
+Tests base/shown.py, too.
+"""
 
 from __future__ import annotations
 

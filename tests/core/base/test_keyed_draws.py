@@ -1,4 +1,7 @@
-"""Python's `random` and numpy's global generator draw what a key says, in each thread, and otherwise what they did."""
+"""Python's `random` and numpy's global generator draw what a key says, in each thread, and otherwise what they did.
+
+Tests base/own_generator.py, too.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """A reader that has gone, a terminal that knows few letters, a container without an init: none ends a command.
 
 The memory of a process, and the thread in which it drops a process group.
+
+Tests base/parting.py, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A private name of torch that is gone is told in one line; of some it is tried that they still do what is needed."""
+"""A private name of torch that is gone is told in one line; of some it is tried that they still do what is needed.
+
+Tests base/torch_names.py, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A finished run as one file: what is in it, that it is verified elsewhere, and which files are refused."""
+"""A finished run as one file: what is in it, that it is verified elsewhere, and which files are refused.
+
+Tests record/bundles.py, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ddp compare`: runs side by side, read from their records alone."""
+"""`ddp compare`: runs side by side, read from their records alone. Tests record/own_figures.py, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Layouts: which are allowed, and that the cut of a global batch depends on the experiment alone."""
+"""Layouts: which are allowed, and that the cut of a global batch depends on the experiment alone.
+
+Tests config/cut.py, too.
+"""
 
 from __future__ import annotations
 

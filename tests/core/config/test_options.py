@@ -1,4 +1,7 @@
-"""What words are understood as; of wrong ones, one line says which, and what may have been meant."""
+"""What words are understood as; of wrong ones, one line says which, and what may have been meant.
+
+Tests base/errors.py, too.
+"""
 
 from __future__ import annotations
 

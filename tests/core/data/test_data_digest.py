@@ -1,4 +1,7 @@
-"""What a data set contains: digested by the builder, by its files, or by a sample; and where it has changed."""
+"""What a data set contains: digested by the builder, by its files, or by a sample; and where it has changed.
+
+Tests data/trees.py, too.
+"""
 
 from __future__ import annotations
 

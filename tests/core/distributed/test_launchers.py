@@ -1,4 +1,7 @@
-"""The variables of schedulers, MPI and Kubernetes: one table for all, and one training for all processes."""
+"""The variables of schedulers, MPI and Kubernetes: one table for all, and one training for all processes.
+
+Tests cli/launched.py, too.
+"""
 
 from __future__ import annotations
 

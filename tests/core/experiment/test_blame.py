@@ -1,4 +1,7 @@
-"""Whose fault an exception is: the boundary that it crosses decides; a shortage is reported in one line."""
+"""Whose fault an exception is: the boundary that it crosses decides; a shortage is reported in one line.
+
+Tests base/user_code.py and experiment/layers.py, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What an experiment file brings along: optimizer, schedule, metrics and callbacks, and each way to get them wrong."""
+"""What an experiment file brings along: optimizer, schedule, metrics and callbacks, and each way to get them wrong.
+
+Tests experiment/built.py, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which files count as the user's code, how they are kept and served, and when code counts as changed."""
+"""Which files count as the user's code, how they are kept and served, and when code counts as changed.
+
+Tests experiment/kept_source.py, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a launcher leaves to others when its workers have ended: the record, the rendezvous, and its restarts."""
+"""What a launcher leaves to others when its workers have ended: the record, the rendezvous, and its restarts.
+
+Tests launch/elastic.py, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A portable run warns of operations of which nobody knows whether other CPUs have their bits, and of no others."""
+"""A portable run warns of operations of which nobody knows whether other CPUs have their bits, and of no others.
+
+Tests observe/unknown_operations.py, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What records say of numerics: fingerprints without a CPU, old records, and what compare and resume make of them."""
+"""What records say of numerics: fingerprints without a CPU, old records, and what compare and resume make of them.
+
+Tests base/fingerprint.py, too.
+"""
 
 from __future__ import annotations
 

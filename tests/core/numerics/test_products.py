@@ -1,6 +1,8 @@
 """Portable products are chains of fused multiply-adds, whatever their shape, layout or number of threads.
 
 What such a chain is by definition is said here in numpy, without torch.
+
+Tests numerics/assembler.py, numerics/chain_arguments.py, numerics/chain_code.py and numerics/chain_copies.py, too.
 """
 
 from __future__ import annotations

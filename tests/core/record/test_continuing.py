@@ -1,4 +1,7 @@
-"""Which run is continued, and what stops it: other settings, other code, other initial weights; with real trainings."""
+"""Which run is continued, and what stops it: other settings, other code, other initial weights; with real trainings.
+
+Tests config/records.py, too.
+"""
 
 from __future__ import annotations
 

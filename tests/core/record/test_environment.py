@@ -1,6 +1,8 @@
 """What the record says about code and packages: a working tree whose state cannot be read is not called clean.
 
 Installed packages are written as pins, and compared with those of a run.
+
+Tests record/recorded.py, too.
 """
 
 from __future__ import annotations

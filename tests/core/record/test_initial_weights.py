@@ -1,4 +1,7 @@
-"""Weights to start from, and whether the files of final weights hold what the record says."""
+"""Weights to start from, and whether the files of final weights hold what the record says.
+
+Tests record/weights.py, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""run.json from the start to the end of a run: by rank 0 alone, only while it is the latest, and over all attempts."""
+"""run.json from the start to the end of a run: by rank 0 alone, only while it is the latest, and over all attempts.
+
+Tests record/result.py, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The trained model of a run, a checkpoint or a bundle: which weights, that they are the run's own, and as a file."""
+"""The trained model of a run, a checkpoint or a bundle: which weights, that they are the run's own, and as a file.
+
+Tests record/exporting.py and record/places.py, too.
+"""
 
 from __future__ import annotations
 

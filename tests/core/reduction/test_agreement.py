@@ -1,4 +1,7 @@
-"""Ranks that do not agree on what the bits of a sum depend on are refused, on all of them."""
+"""Ranks that do not agree on what the bits of a sum depend on are refused, on all of them.
+
+Tests reduction/refusal.py, too.
+"""
 
 from __future__ import annotations
 

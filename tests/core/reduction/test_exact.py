@@ -1,4 +1,4 @@
-"""Batch statistics and ExactReduction in one process."""
+"""Batch statistics and ExactReduction in one process. Tests reduction/contiguous.py and reduction/exchange.py, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sums of ranks that are threads: the bits of the tree, however tensors travel and wherever they are cut."""
+"""Sums of ranks that are threads: the bits of the tree, however tensors travel and wherever they are cut.
+
+Tests reduction/backends.py, reduction/collectives.py, reduction/messages.py and reduction/one_level.py, too.
+"""
 
 from __future__ import annotations
 

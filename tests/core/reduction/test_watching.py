@@ -1,4 +1,7 @@
-"""What watches a step, alone: flags, buffers and parameters that change, gradients that nobody takes, flat tensors."""
+"""What watches a step, alone: flags, buffers and parameters that change, gradients that nobody takes, flat tensors.
+
+Tests reduction/flat.py, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A resume that would not continue the run is found out before the run; what a resume does continue is accepted."""
+"""A resume that would not continue the run is found out before the run; what a resume does continue is accepted.
+
+Tests observe/faults.py, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run whose steps, trained again elsewhere, have other bits is refused before it begins or before it is completed."""
+"""A run whose steps, trained again elsewhere, have other bits is refused before it begins or before it is completed.
+
+Tests observe/flips.py, too.
+"""
 
 from __future__ import annotations
 

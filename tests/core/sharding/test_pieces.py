@@ -1,4 +1,7 @@
-"""Pieces of parameters on ranks that are threads: gradients, norms, weights and optimizer state of one process."""
+"""Pieces of parameters on ranks that are threads: gradients, norms, weights and optimizer state of one process.
+
+Tests sharding/contiguous.py, sharding/norm.py and sharding/parcels.py, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parameters that torch's fully_shard cuts between ranks that are threads: gradients and states of one process."""
+"""Parameters that torch's fully_shard cuts between ranks that are threads: gradients and states of one process.
+
+Tests sharding/block_gather.py and sharding/block_parcel.py, too.
+"""
 
 from __future__ import annotations
 

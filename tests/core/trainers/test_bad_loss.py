@@ -1,4 +1,7 @@
-"""A loss that is not finite ends the run before its step, or its step is skipped."""
+"""A loss that is not finite ends the run before its step, or its step is skipped.
+
+Tests trainers/buffer_copies.py, too.
+"""
 
 from __future__ import annotations
 

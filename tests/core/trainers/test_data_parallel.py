@@ -1,4 +1,7 @@
-"""Replicas that are threads: the bits of one process, and batches that are cut among them and joined."""
+"""Replicas that are threads: the bits of one process, and batches that are cut among them and joined.
+
+Tests trainers/single.py, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The loop in one process: its steps as in the textbook, its moments in order, and how it is asked to stop."""
+"""The loop in one process: its steps as in the textbook, its moments in order, and how it is asked to stop.
+
+Tests trainers/strategy.py, too.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The losses of a step: what is sent and waited for, and one that is not finite and read only later, as on CUDA.
 
 Here the CPU's fused optimizers hold updates back; what computes nothing is on the meta device.
+
+Tests observe/step.py, too.
 """
 
 from __future__ import annotations

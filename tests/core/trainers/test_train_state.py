@@ -1,4 +1,7 @@
-"""What a run goes on from: all of it comes back, and which evaluation is the best one."""
+"""What a run goes on from: all of it comes back, and which evaluation is the best one.
+
+Tests sharding/ownership.py, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""When a run has a witness: which save is repeated, who waits for it, and what follows from its answer."""
+"""When a run has a witness: which save is repeated, who waits for it, and what follows from its answer.
+
+Tests trainers/testimony.py, too.
+"""
 
 from __future__ import annotations
 
