@@ -137,7 +137,8 @@ LABEL org.opencontainers.image.title="samebits" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version=$VERSION \
       org.opencontainers.image.revision=$GIT_COMMIT
-USER ddp
+# By number: Kubernetes' runAsNonRoot cannot tell from a name that it is not root.
+USER 10001
 # Healthy while the newest step of this container's ranks is less than a minute old, and where nothing trains. An engine
 # alone only shows it; Swarm would end the container (launch/swarm/stack.yaml).
 HEALTHCHECK --interval=30s --timeout=10s --start-period=60s CMD ["ddp", "health"]
@@ -154,7 +155,7 @@ RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt,sharing=locked \
     apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends g++ python3-dev
 ENV TRITON_CACHE_DIR=/tmp/triton
-USER ddp
+USER 10001
 
 
 # What tests need beside the environment, in a folder of its own: the same for every commit, so it is installed once.
@@ -172,7 +173,7 @@ USER root
 COPY --from=test-tools /opt/test-tools /opt/venv
 COPY . .
 ENV HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis
-USER ddp
+USER 10001
 HEALTHCHECK NONE
 CMD ["pytest", "@tests/quick.args", "-p", "no:cacheprovider"]
 
@@ -186,7 +187,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,source=constraints.txt,target=/constraints.txt \
     python3 -m venv --without-pip /opt/sbom \
     && /opt/pip/bin/pip --python /opt/sbom/bin/python install -c /constraints.txt -r /sbom.txt
-USER ddp
+USER 10001
 HEALTHCHECK NONE
 
 

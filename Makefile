@@ -51,10 +51,10 @@ help: ## Show this list
 	@echo "  cpu-cluster takes NODES=2 NPROC=2 EXPERIMENT=digits BACKEND=auto|docker|local OPTIONS=\"--set epochs=2\""
 
 setup: ## Make .venv from constraints.txt, with torch for CUDA or the CPU (says which, and why): TORCH=cpu|cuda INSTALLER=uv
-	@for python in $(or $(PYTHON),python3 python3.12 python3.13 python3.11); do \
-	  if $$python -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
+	@for python in $(or $(PYTHON),python3 python3.12 python3.13 python3.14 python3.11); do \
+	  if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
 	  then exec $$python tools/environment.py; fi; done; \
-	echo "setup: no Python 3.11 to 3.13 with venv found; install one (Debian: apt install python3-venv) or name it: make setup PYTHON=/path/to/python3.12" >&2; exit 2
+	echo "setup: no Python 3.11 or later with venv found; install one (Debian: apt install python3-venv) or name it: make setup PYTHON=/path/to/python3.12" >&2; exit 2
 
 cpu-cluster: setup ## Train on NODES x NPROC processes over gloo, after the single-process baseline, and compare
 	@$(BIN)/python -m ddp_lab.cluster up --backend $(BACKEND) --nodes $(NODES) --nproc $(NPROC) --experiment $(EXPERIMENT) $(OPTIONS)
@@ -92,8 +92,8 @@ test-newest: setup ## The full tests on the newest torch that pip finds, admitte
 	@$(BIN)/python tools/other_environment.py .venv-newest --torch $(or $(RELEASE),newest)
 	$(NO_GPU) .venv-newest/bin/python -m pytest @tests/full.args
 
-test-pythons: setup ## The full tests on the other Pythons, 3.11 to 3.13, that are installed here; says which are not
-	@for version in 3.11 3.12 3.13; do python=python$$version; \
+test-pythons: setup ## The full tests on the other Pythons, 3.11 to 3.14, that are installed here; says which are not
+	@for version in 3.11 3.12 3.13 3.14; do python=python$$version; \
 	  if $(BIN)/$$python -c '' 2>/dev/null; then continue; fi; \
 	  if ! $$python -c 'import venv, ensurepip' 2>/dev/null; then \
 	    echo "test-pythons: skipped Python $$version, which is not installed here"; continue; fi; \
@@ -191,9 +191,12 @@ portable-runs: setup ## Train cut experiments under portable numerics and record
 	@$(NO_GPU) $(BIN)/python -m tools.portable_runs $(if $(ON),--on $(ON)) --workers $(WORKERS); code=$$?; \
 	$(BIN)/python -m tools.machines_seen && exit $$code
 
-uv-lock: setup ## Write uv.lock anew, with the versions of constraints.txt and the hashes of their files (needs the package index)
+uv-lock: setup ## Write uv.lock and constraints.txt anew (needs the package index): PINS="-P numpy==2.5.0" or PINS=--upgrade moves versions
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[uv]'
-	$(BIN)/uv lock $$(sed -n 's/^\([A-Za-z0-9_.-]*\)==\(.*\)/-P \1==\2/p' constraints.txt)
+	$(BIN)/uv lock $(PINS)
+	versions=$$($(BIN)/uv export --frozen --quiet --all-extras --no-emit-workspace --no-hashes --no-annotate --no-header) && \
+	{ echo "# Made by \`make uv-lock\` of constraints-torch.txt and uv.lock."; cat constraints-torch.txt; \
+	  echo "# From uv.lock:"; echo "$$versions" | sed 's/ *;.*//'; } >constraints.txt
 
 dist: setup ## Both wheels and the sdist, as an index takes them, the same bytes each time: dist/; REPOSITORY_URL= CONTACT_EMAIL=
 	rm -rf dist

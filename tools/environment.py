@@ -26,7 +26,7 @@ from torch_build import Build, asked_build, choose_build, installed_version, is_
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / ".venv"
 STAMP = ENVIRONMENT / ".installed"
-EXTRAS = ("report", "cluster", "tensorboard", "test", "lint")
+EXTRAS = ("report", "cluster", "vision", "tensorboard", "test", "lint")
 LABORATORY = Path("packages") / "lab"
 HOOK = ROOT / "tools" / "torchvision_hook.py"
 

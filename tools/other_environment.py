@@ -5,8 +5,7 @@
     .venv/bin/python tools/other_environment.py .venv-3.12 --python python3.12
 
 It gets what `.venv` has, in the same versions, but for torch and what torch pins itself. `oldest` is the torch with
-which pyproject.toml begins; `newest` is the one that pip finds, whether pyproject.toml admits it or not, and so is a
-release that is named. Which build that is, for CUDA or the CPU, is left to pip.
+which pyproject.toml begins; `newest` is the one that pip finds. Which build that is, for CUDA or the CPU, is left to pip.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ def torch_packages(release: str | None, project: str) -> list[str]:
         case None:
             return []
         case "newest":
-            return ["torch", "torchvision"]
+            return ["torch"]
         case "oldest":
             return [f"{name}=={first}" for name, first in re.findall(r'"(torch|torchvision)>=([\d.]+)', project)]
-    return [f"torch=={release}", "torchvision"]
+    return [f"torch=={release}"]
 
 
 def split_pins(pins: list[str]) -> tuple[list[str], list[str]]:
@@ -64,7 +63,9 @@ def make(folder: Path, python: str, release: str | None) -> None:
     kept.write_text("\n".join(pins) + "\n")
     pip(own, "install", "-qq", "-c", str(kept), "pip", "hatchling")
     pip(own, "install", "-qq", "-c", str(kept), *wanted)
-    # Not asked again what fits: pyproject.toml may not admit this torch, which is what is to be tried.
+    if "torchvision" not in " ".join(wanted):  # for the newest torch there may be none yet
+        pip(own, "install", "-qq", "--no-deps", "torchvision")
+    # Not asked again what fits: this torch may not be admitted by others, and that is what is to be tried.
     pip(own, "install", "-qq", "--no-deps", "-r", str(kept))
     for place in ours:
         pip(own, "install", "-qq", "--no-deps", "--no-build-isolation", "-e", place)

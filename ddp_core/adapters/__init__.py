@@ -9,7 +9,7 @@ here. What others may use is in the `__all__` of the modules.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ddp_core.base.extras import needs
 from ddp_core.base.torchvision_import import import_torchvision
@@ -20,7 +20,8 @@ __all__: list[str] = []
 @contextmanager
 def imports_of(adapter: str, package: str, extra: str = "peers") -> Iterator[None]:
     """Around an adapter's imports of its package: raises ModuleNotFoundError that says what to install."""
-    import_torchvision()  # all these packages do, where it is installed
+    with suppress(ModuleNotFoundError):  # all these packages import it where it is installed
+        import_torchvision()
     try:
         yield
     except ModuleNotFoundError as error:

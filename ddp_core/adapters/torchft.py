@@ -31,7 +31,7 @@ from ddp_core.reduction.one_level import plan_for, sum_in_one_level
 from . import imports_of
 from .repeat_check import is_due
 
-with imports_of("torchft", "torchft-nightly", "torchft"):
+with imports_of("torchft", "torchft", "torchft"):
     from torchft.manager import Manager
     from torchft.process_group import ProcessGroupGloo
 

@@ -13,6 +13,7 @@ from ddp_core.base.errors import UserError
 
 EXTRAS: Mapping[str, Mapping[str, str]] = {
     "digits": {"sklearn": "scikit-learn"},
+    "vision": {"torchvision": "torchvision"},
     "yaml": {"yaml": "pyyaml"},
     "tensorboard": {"tensorboard": "tensorboard"},
     "lab": {"ddp_lab": "samebits-lab"},

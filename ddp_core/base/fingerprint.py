@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ def fingerprint(device: torch.device, rules: int | None = None) -> dict[str, Any
         del facts["threads"]  # their number changes no bit
         return facts | {"numerics": "portable", "numerics_rules": rules}
     facts |= {
+        "torch_files": _torch_files(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "environment": _set_among("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"),
     }
@@ -91,6 +93,18 @@ def driver() -> str | None:
 
 
 @cache
+def _torch_files() -> str | None:
+    """SHA-256 over the digests that torch's wheel lists of its files; None where torch came from no wheel."""
+    try:
+        record = metadata.distribution("torch").read_text("RECORD") or ""
+    except metadata.PackageNotFoundError:
+        return None
+    # An installer adds lines of its own, and others for what it has compiled, which have no digest.
+    lines = sorted(line for line in record.splitlines() if line.startswith("torch/") and ",sha256=" in line)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else None
+
+
+@cache
 def installed(*names: str) -> str | None:
     """The version of the first of these packages that is installed."""
     for name in names:
@@ -130,7 +144,7 @@ def fingerprint_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) 
     """Where two fingerprints differ, as 'name: here A, there B'; empty where equal results are promised.
 
     Where one is of native and the other of portable numerics, or of another version of their rules, nothing else is
-    named: they hold different facts.
+    named: they hold different facts. Files of torch count where both name them: older records do not.
     """
     for name, usual in (("numerics", "native"), ("numerics_rules", None)):
         here, there = (each.get(name, usual) for each in (ours, theirs))
@@ -140,4 +154,5 @@ def fingerprint_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) 
         f"{name}: here {ours.get(name)}, there {theirs.get(name)}"
         for name in sorted({*ours, *theirs})
         if ours.get(name) != theirs.get(name)
+        and not (name == "torch_files" and None in (ours.get(name), theirs.get(name)))
     ]

@@ -16,8 +16,8 @@ import torch
 
 from ddp_core.base.errors import UserError
 
-TRIED = "2.11 to 2.13"
-"""The releases of torch on which every test has passed; pyproject.toml admits no others."""
+TRIED = "2.11 to 2.15"
+"""The releases of torch on which the tests have passed; pyproject.toml admits newer ones, too."""
 
 
 class PrivateName(NamedTuple):
@@ -130,7 +130,7 @@ def require_private_names() -> None:
     more = f", and {len(gone) - 1} more such names" if gone[1:] else ""
     raise UserError(
         f"torch {torch.__version__} has no {gone[0]} ({owner}), a private name that is used to {use}{more}; install a "
-        f"torch on which ddp was tried, {TRIED}: `pip install 'torch~={TRIED.split()[-1]}.0' torchvision`"
+        f"torch on which ddp was tried, {TRIED}: `pip install 'torch~={TRIED.split()[-1]}.0'`"
     )
 
 

@@ -16,6 +16,7 @@ from typing import IO, NamedTuple
 from urllib.error import URLError
 
 from ddp_core.base.errors import ExitCode, UserError, nearest_name
+from ddp_core.base.extras import require
 from ddp_core.base.files import NewFile, take_lock
 from ddp_core.base.torchvision_import import import_torchvision
 
@@ -34,6 +35,7 @@ class Archive(NamedTuple):
 
 def archives(name: str) -> list[Archive]:
     """The files that the data set consists of, as torchvision knows them."""
+    require("`ddp data fetch`", "vision")
     known = import_torchvision("datasets")
     if name == "cifar10":
         return [Archive((known.CIFAR10.url,), known.CIFAR10.tgz_md5, ".")]

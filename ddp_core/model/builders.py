@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.extras import require
 from ddp_core.base.functions import Functions
 from ddp_core.config.records import MemoryFormat
 
@@ -103,6 +104,7 @@ def resnet18(classes: int = 10, small_input: bool = False, compiled: bool = Fals
     """
     from ddp_core.base.torchvision_import import import_torchvision
 
+    require("resnet18", "vision")
     model: nn.Module = import_torchvision("models").resnet18(weights=None, num_classes=classes)
     if small_input:
         model.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)

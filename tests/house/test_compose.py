@@ -150,7 +150,7 @@ def test_every_image_ends_unprivileged() -> None:
     stages = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)
     last = [users[-1] for stage in stages if (users := re.findall(r"^USER (\S+)", stage, re.MULTILINE))]
     assert last
-    assert set(last) == {"ddp"}
+    assert set(last) == {"10001"}
 
 
 def test_what_the_image_prints_names_services_that_are_there() -> None:

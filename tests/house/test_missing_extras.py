@@ -126,6 +126,7 @@ WORK = [
 ]
 NEED = [
     *(("digits", (DDP, [word, "digits"])) for word in ("train", "rehearse")),
+    ("vision", (DDP, ["data", "fetch", "cifar10"])),
     ("yaml", (DDP, ["chaos", "--backend", "local"])),
     ("yaml", (CLUSTER, ["check", "ddp-cpu"])),
     ("tensorboard", (DDP, ["train", "mine.py", "--log-to", "tensorboard"])),

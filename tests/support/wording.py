@@ -58,8 +58,8 @@ def said_as_before(text: str) -> None:
     node = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0]
     file, _, function = node.partition("::")
     folder, test = ROOT / Path(file).parent, f"{Path(file).name}::{function}"
-    for name, here in (("ROOT", str(ROOT)), ("TORCH", version("torch"))):
-        text = text.replace(here, name)
+    text = text.replace(str(ROOT), "ROOT")
+    text = re.sub(re.escape(version("torch").partition("+")[0]) + r"(\+\w+)?", "TORCH", text)
     text = _OTHER_EACH_TIME.sub("…", text)
     number = _met.get(node, 0)
     _met.clear()

@@ -242,11 +242,9 @@ def test_a_command_ends_with_that_line_alone() -> None:
     assert re.fullmatch(r"ddp: error: torch \S+ has no _foreach_mul_ \(torch\), a private name [^\n]+\n", ended.errors)
 
 
-def test_the_releases_that_were_tried_are_those_that_are_admitted() -> None:
+def test_the_releases_that_were_tried_begin_with_the_first_that_is_admitted() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (bounds,) = [each for each in project["dependencies"] if each.startswith("torch>")]
-    found = re.fullmatch(r"torch>=(2\.\d+),<2\.(\d+)", bounds)
-    assert f"{found[1]} to 2.{int(found[2]) - 1}" == TRIED
+    assert f"torch>={TRIED.split()[0]}" in project["dependencies"]
 
 
 def test_what_is_found_in_a_file_is_a_whole_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

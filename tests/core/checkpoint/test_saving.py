@@ -206,9 +206,10 @@ def test_misuse_is_a_programmers_error(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         Checkpointer(tmp_path).save({}, step=1, epoch=0, metadata={"path": Path("x")})
     deep = functools.reduce(lambda inner, _: [inner], range(200), list[Any]())
-    for metadata in ({"deep": deep}, {"loss": float("nan")}):
-        with refusing(ValueError):
-            Checkpointer(tmp_path).save({}, step=1, epoch=0, metadata=metadata)
+    with refusing(ValueError):
+        Checkpointer(tmp_path).save({}, step=1, epoch=0, metadata={"deep": deep})
+    with pytest.raises(ValueError, match="not JSON compliant"):  # the rest of it is Python's, and changes with it
+        Checkpointer(tmp_path).save({}, step=1, epoch=0, metadata={"loss": float("nan")})
     assert find_checkpoints(tmp_path) == []
     with pytest.raises(TypeError, match=r"state\['a'\] has a key .* of type object"):
         describe({"a": {object(): torch.ones(1)}})
