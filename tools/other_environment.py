@@ -5,7 +5,8 @@
     .venv/bin/python tools/other_environment.py .venv-3.12 --python python3.12
 
 It gets what `.venv` has, in the same versions, but for torch and what torch pins itself. `oldest` is the torch with
-which pyproject.toml begins; `newest` is the one that pip finds. Which build that is, for CUDA or the CPU, is left to pip.
+which pyproject.toml begins; `newest` is the one that pip finds. Which build that is, for CUDA or the CPU, is left to
+pip.
 """
 
 from __future__ import annotations

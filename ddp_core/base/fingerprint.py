@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
+import struct
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import metadata
@@ -13,6 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+_LATER = ("torch_files", "libm")
+"""Facts that older records do not name."""
+_OF_LIBM = ("acosh", "asinh", "atan", "atanh", "cosh", "expm1", "lgamma", "log1p", "sinh", "tan", "tanh", "tgamma")
 
 
 def fingerprint(device: torch.device, rules: int | None = None) -> dict[str, Any]:
@@ -29,6 +35,7 @@ def fingerprint(device: torch.device, rules: int | None = None) -> dict[str, Any
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
         "mkldnn": bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
+        "libm": _libm(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "device": "cpu",
     }
@@ -105,6 +112,22 @@ def _torch_files() -> str | None:
 
 
 @cache
+def _libm() -> str | None:
+    """A digest of what functions of the C library give, in float32; None where it has not all of them.
+
+    torch calls them, and glibc 2.43 rounds them otherwise than 2.36.
+    """
+    values = []
+    for name in _OF_LIBM:
+        function = getattr(ctypes.CDLL(None), f"{name}f", None)
+        if function is None:
+            return None
+        function.argtypes, function.restype = [ctypes.c_float], ctypes.c_float
+        values += [function(number / 16 + (name == "acosh")) for number in range(1, 16)]
+    return hashlib.sha256(struct.pack(f"{len(values)}f", *values)).hexdigest()[:16]
+
+
+@cache
 def installed(*names: str) -> str | None:
     """The version of the first of these packages that is installed."""
     for name in names:
@@ -144,7 +167,7 @@ def fingerprint_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) 
     """Where two fingerprints differ, as 'name: here A, there B'; empty where equal results are promised.
 
     Where one is of native and the other of portable numerics, or of another version of their rules, nothing else is
-    named: they hold different facts. Files of torch count where both name them: older records do not.
+    named: they hold different facts. What older records do not name counts where both name it.
     """
     for name, usual in (("numerics", "native"), ("numerics_rules", None)):
         here, there = (each.get(name, usual) for each in (ours, theirs))
@@ -153,6 +176,5 @@ def fingerprint_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) 
     return [
         f"{name}: here {ours.get(name)}, there {theirs.get(name)}"
         for name in sorted({*ours, *theirs})
-        if ours.get(name) != theirs.get(name)
-        and not (name == "torch_files" and None in (ours.get(name), theirs.get(name)))
+        if ours.get(name) != theirs.get(name) and not (name in _LATER and None in (ours.get(name), theirs.get(name)))
     ]

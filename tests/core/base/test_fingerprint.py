@@ -50,5 +50,10 @@ def test_another_wheel_is_a_difference_and_an_older_record_none() -> None:
     assert fingerprint_differences(ours, ours | {"torch_files": "other"}) == [
         f"torch_files: here {ours['torch_files']}, there other"
     ]
-    assert fingerprint_differences(ours, {name: each for name, each in ours.items() if name != "torch_files"}) == []
+    older = {name: each for name, each in ours.items() if name not in ("torch_files", "libm")}
+    assert fingerprint_differences(ours, older) == []
+    portable = fingerprint.fingerprint(CPU, rules=2)
+    assert fingerprint_differences(portable, portable | {"libm": "other"}) == [
+        f"libm: here {portable['libm']}, there other"
+    ]
     assert "torch_files" not in fingerprint.fingerprint(CPU, rules=2), "both builds have the same portable digests"

@@ -249,5 +249,6 @@ def test_the_releases_that_were_tried_begin_with_the_first_that_is_admitted() ->
 
 def test_what_is_found_in_a_file_is_a_whole_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_names, "_text", lambda file: "self._shutdown_all(); self._my_shutdown()")
+    monkeypatch.setattr(torch_names, "TRIED", "1.0 to 1.1")
     with refusing():
         require_private_names()
