@@ -1,7 +1,4 @@
-"""What records say of numerics: fingerprints without a CPU, old records, and what compare and resume make of them.
-
-Tests base/fingerprint.py, too.
-"""
+"""What records say of numerics: fingerprints without a CPU, old records, and what compare and resume make of them."""
 
 from __future__ import annotations
 
