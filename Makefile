@@ -88,7 +88,7 @@ test-oldest: setup ## The full tests on the oldest torch that pyproject.toml adm
 	@$(BIN)/python tools/other_environment.py .venv-oldest --torch oldest
 	$(NO_GPU) .venv-oldest/bin/python -m pytest @tests/full.args
 
-test-newest: setup ## The full tests on the newest torch that pip finds, admitted or not, or on RELEASE=2.14.1
+test-newest: setup ## The full tests on the newest torch that pip finds, or on RELEASE=2.14.1
 	@$(BIN)/python tools/other_environment.py .venv-newest --torch $(or $(RELEASE),newest)
 	$(NO_GPU) .venv-newest/bin/python -m pytest @tests/full.args
 
@@ -191,11 +191,11 @@ portable-runs: setup ## Train cut experiments under portable numerics and record
 	@$(NO_GPU) $(BIN)/python -m tools.portable_runs $(if $(ON),--on $(ON)) --workers $(WORKERS); code=$$?; \
 	$(BIN)/python -m tools.machines_seen && exit $$code
 
-uv-lock: setup ## Write uv.lock and constraints.txt anew (needs the package index): PINS="-P numpy==2.5.0" or PINS=--upgrade moves versions
+uv-lock: setup ## Write uv.lock and constraints.txt anew (needs the package index): PINS="-P click==8.5.1" or PINS=--upgrade moves versions
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[uv]'
 	$(BIN)/uv lock $(PINS)
 	versions=$$($(BIN)/uv export --frozen --quiet --all-extras --no-emit-workspace --no-hashes --no-annotate --no-header) && \
-	{ echo "# Made by \`make uv-lock\` of constraints-torch.txt and uv.lock."; cat constraints-torch.txt; \
+	{ echo "# Made by \`make uv-lock\` from constraints-torch.txt and uv.lock."; cat constraints-torch.txt; \
 	  echo "# From uv.lock:"; echo "$$versions" | sed 's/ *;.*//'; } >constraints.txt
 
 dist: setup ## Both wheels and the sdist, as an index takes them, the same bytes each time: dist/; REPOSITORY_URL= CONTACT_EMAIL=

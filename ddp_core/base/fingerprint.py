@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 _LATER = ("torch_files", "libm")
-"""Facts that older records do not name."""
+"""Facts that older records lack."""
 _OF_LIBM = ("acosh", "asinh", "atan", "atanh", "cosh", "expm1", "lgamma", "log1p", "sinh", "tan", "tanh", "tgamma")
 
 
@@ -101,13 +101,13 @@ def driver() -> str | None:
 
 @cache
 def _torch_files() -> str | None:
-    """SHA-256 over the digests that torch's wheel lists of its files; None where torch came from no wheel."""
+    """SHA-256 over the digests that torch's wheel lists of its libraries; None where torch came from no wheel."""
     try:
         record = metadata.distribution("torch").read_text("RECORD") or ""
     except metadata.PackageNotFoundError:
         return None
-    # An installer adds lines of its own, and others for what it has compiled, which have no digest.
-    lines = sorted(line for line in record.splitlines() if line.startswith("torch/") and ",sha256=" in line)
+    # No kernel is in libtorch_python.so, which is another one for each Python.
+    lines = sorted(line for line in record.splitlines() if line.startswith("torch/lib/") and "python" not in line)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else None
 
 
@@ -167,7 +167,7 @@ def fingerprint_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) 
     """Where two fingerprints differ, as 'name: here A, there B'; empty where equal results are promised.
 
     Where one is of native and the other of portable numerics, or of another version of their rules, nothing else is
-    named: they hold different facts. What older records do not name counts where both name it.
+    named: they hold different facts. Facts that older records lack count where both have them.
     """
     for name, usual in (("numerics", "native"), ("numerics_rules", None)):
         here, there = (each.get(name, usual) for each in (ours, theirs))
@@ -176,5 +176,5 @@ def fingerprint_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) 
     return [
         f"{name}: here {ours.get(name)}, there {theirs.get(name)}"
         for name in sorted({*ours, *theirs})
-        if ours.get(name) != theirs.get(name) and not (name in _LATER and None in (ours.get(name), theirs.get(name)))
+        if ours.get(name) != theirs.get(name) and not (name in _LATER and (name not in ours or name not in theirs))
     ]

@@ -35,7 +35,6 @@ class Archive(NamedTuple):
 
 def archives(name: str) -> list[Archive]:
     """The files that the data set consists of, as torchvision knows them."""
-    require("`ddp data fetch`", "vision")
     known = import_torchvision("datasets")
     if name == "cifar10":
         return [Archive((known.CIFAR10.url,), known.CIFAR10.tgz_md5, ".")]
@@ -60,6 +59,7 @@ def fetch_data_set(name: str, root: Path, report: Callable[[str], object] = prin
             f"no data set {name} to fetch (those that come with the package are there already); "
             f"{nearest_name(name, NAMES)}"
         )
+    require("`ddp data fetch`", "vision")
     try:
         root.mkdir(parents=True, exist_ok=True)
         # The lock, which ends with its process, keeps two processes from writing the same archive.

@@ -105,7 +105,7 @@ def require_equal_weights(group: dist.ProcessGroup, module: nn.Module, when: str
 def require_equal_scale(channel: Channel, scale: float, step: int) -> None:
     """Raise OtherWeights on all ranks where one finishes a step with another scale; a collective."""
     bits = struct.pack("d", scale)
-    # Each byte is the smallest as well as the largest of all ranks.
+    # The largest 255 - byte is 255 - the smallest byte: both are ours only where all ranks have our byte.
     both = [*bits, *(255 - each for each in bits)]
     if channel.largest(both) != both:
         raise OtherWeights(

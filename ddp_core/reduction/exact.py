@@ -110,9 +110,9 @@ class ExactReduction:
     buffers, SyncBatchNorm, DDP's mixed precision or ignored parameters, complex parameters on several ranks, sparse
     gradients, in any step a buffer that forward changes, a parameter that forward changes otherwise in each
     micro-batch, parameters whose `requires_grad` is another than when the reduction was made, and ranks that do not
-    agree (on the numbers of threads and micro-batches, parameters, torch; in each step on `scale`; before the first
-    step and after steps 1, 2, 4, 8 … on the weights). Warns where torch chose the number of threads
-    itself, since another number has other bits.
+    agree (on the numbers of threads and micro-batches, parameters, torch; in each step on `scale`, unless each owns a
+    part of the parameters; before the first step and after steps 1, 2, 4, 8 … on the weights). Warns where torch chose
+    the number of threads itself, since another number has other bits.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class ExactReduction:
         updated.
 
         Raises RuntimeError if micro-batches are missing, for gradients that were made outside of `micro_batch`, if DDP
-        left parameters out of the last backward, and what the exchange raised if that failed.
+        left parameters out of the last backward; OtherWeights if another rank has another scale; the exchange's error.
         """
         if not self._has_begun:
             self.begin()

@@ -35,8 +35,10 @@ def others() -> list[dict[str, Any]]:
 
 def pins(file: str) -> dict[str, str]:
     """The versions that a file of constraints names, by package."""
-    lines = (ROOT / file).read_text().splitlines()
-    return {plain(name): version for name, equals, version in (line.partition("==") for line in lines) if equals}
+    lines = [line.partition("==") for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
+    found = {plain(name): version for name, _, version in lines}
+    assert len(found) == len(lines), "pip takes one version alone"
+    return found
 
 
 def test_the_pins_are_those_of_the_lock_and_of_torch_with_hashes() -> None:
@@ -101,7 +103,7 @@ def test_uv_makes_an_environment_in_which_ddp_trains(installer: str, tmp_path: P
         assert "torch is not installed" in run(*train, code=2)
         links = os.environ.get("PIP_FIND_LINKS")
         place = ["--find-links", links] if links else ["--torch-backend", "cpu"]
-        run("uv", "pip", "install", "--no-config", "--constraints", "constraints.txt", *place, "torch")
+        run("uv", "pip", "install", "--no-config", "--constraints", "constraints.txt", *place, "torch", "torchvision")
     assert "weights sha256" in run(*train)
     assert "weights sha256" in run(*train, "--layout", "ddp", "--nproc-per-node", "2")
 
