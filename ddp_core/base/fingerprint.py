@@ -117,9 +117,9 @@ def _libm() -> str | None:
 
     torch calls them, and glibc 2.43 rounds them otherwise than 2.36.
     """
-    values = []
+    values, library = [], ctypes.CDLL(None)
     for name in _OF_LIBM:
-        function = getattr(ctypes.CDLL(None), f"{name}f", None)
+        function = getattr(library, f"{name}f", None)
         if function is None:
             return None
         function.argtypes, function.restype = [ctypes.c_float], ctypes.c_float

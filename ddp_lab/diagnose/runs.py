@@ -151,7 +151,7 @@ class Runner:
             codes = [process.poll() for process in processes]
             for rank, (process, code) in enumerate(zip(processes, codes, strict=True)):
                 # A signal after the script's last line is none of its faults: torch may abort while the interpreter
-                # ends, if a script leaves its process group to that.
+                # ends, if the script has not destroyed its process group.
                 if code and not (code < 0 and ended_file(logs[rank].parent, process.pid).exists()):
                     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
                     words = f"rank {rank} {how}: {_last_line(logs[rank])}"

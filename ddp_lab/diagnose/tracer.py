@@ -79,7 +79,7 @@ class Tracer:
         self._steps = self._made_before = 0
         self._is_saved = False
         self._watched: dict[int, Watched] = {}
-        """By its id, each parameter of a model or an optimizer."""
+        """Each parameter of a model or an optimizer, by its `id()`."""
         self._moving: list[Watched] = []
         """Those of the optimizer that makes its step."""
         self._gradients: dict[str, dict[str, Any]] = {}
@@ -90,7 +90,7 @@ class Tracer:
         self._outside: list[Any] = []
         """Autograd's nodes of the results, but for losses, of models called with another batch than the script has."""
         self._inside: list[Any] = []
-        """Autograd's nodes of the losses that such models have computed themselves."""
+        """Autograd's nodes of losses that models called with another batch have computed themselves."""
         self._scaler: dict[str, Any] | None = None
         self._loaders = Loaders(recorder, batches)
         self._root: nn.Module | None = None

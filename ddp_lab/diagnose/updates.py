@@ -18,7 +18,7 @@ _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "base
 _LONGEST = 20_000
 """In steps; the end of a longer schedule is not looked for."""
 _FADED = 1e-6
-"""So small a part of its highest rate is rounding, and a schedule that ends has not come to it before its last move."""
+"""A rate below this part of the highest one is zero but for rounding; one that is so small before its last move fades."""
 
 
 class Watched:
@@ -125,7 +125,7 @@ class Schedules:
 
 
 def end_of(schedule: Any) -> int:
-    """After how many moves a schedule's rate is the lowest for the first time; 0 where it has no such end.
+    """After how many moves a schedule's rate first has its lowest value; 0 if it has no such end.
 
     A rate that only fades away has none. The schedule moves on, so it and its optimizer are of no use afterwards.
     """

@@ -26,7 +26,7 @@ def test_windows_is_refused_in_one_line_that_names_the_way_out() -> None:
 def test_a_name_that_windows_cannot_load_says_why() -> None:
     ended = on_windows("from ddp_core import Run")
     assert ended.errors.splitlines()[-1].startswith("ImportError: ddp does not run on Windows itself")
-    assert "No module named" not in ended.errors
+    assert "import of fcntl" not in ended.errors
 
 
 def test_without_torch_one_line_says_that_its_build_is_the_users_to_choose() -> None:

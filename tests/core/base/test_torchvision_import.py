@@ -22,7 +22,7 @@ def test_an_import_that_lacks_operators_is_tried_again(said: str, tries: int, mo
         return name
 
     monkeypatch.setattr(importlib, "import_module", fails_at_first)
-    # torch lets a process declare them once, and other tests import torchvision.
+    # A process may declare torchvision's operators once, and another test in it may import the real torchvision.
     monkeypatch.setattr(torch.library, "Library", Mock())
     if tries > 1:
         assert str(import_torchvision("ops")) == "torchvision.ops"
