@@ -18,7 +18,7 @@ _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "base
 _LONGEST = 20_000
 """In steps; the end of a longer schedule is not looked for."""
 _FADED = 1e-6
-"""A rate below this part of the highest one is zero but for rounding; one that is so small before its last move fades."""
+"""A rate below this part of the highest is zero but for rounding; one that is so small before the last move fades."""
 
 
 class Watched:

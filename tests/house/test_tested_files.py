@@ -7,7 +7,7 @@ import re
 
 from tests.support.commands import ROOT
 
-# By room, the files of which nobody has shown that a fast test fails when they are broken. The list only shrinks.
+# By room, files that nobody has seen a fast test fail for when they are broken. The list only gets shorter.
 WITHOUT = {
     "adapters": "accelerate fabric lightning micro_steps transformers",
     "base": "ending extras later memory silent_ends",
