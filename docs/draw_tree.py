@@ -10,7 +10,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ddp_core.reduction import Span, canonical_subtrees, share
+from ddp_core.base.seeds import share_of
+from ddp_core.reduction import Span, canonical_subtrees
 
 MICRO_BATCHES = 8
 COLORS = ["#4477aa", "#ee6677", "#228833", "#ccbb44"]
@@ -41,7 +42,7 @@ def draw(axes: Axes, world_size: int) -> None:
     """The tree, cut for so many ranks: what a rank adds up alone in its colour, what ranks add up together in grey."""
     owner: dict[Span, int] = {}
     for rank in range(world_size):
-        own = share(MICRO_BATCHES, rank, world_size)
+        own = share_of(MICRO_BATCHES, rank, world_size)
         for subtree in canonical_subtrees(own.start, own.stop, MICRO_BATCHES):
             owner |= dict.fromkeys(family(subtree), rank)
         middle = (own.start + own.stop - 1) / 2

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -49,12 +50,18 @@ def mix(*words: int) -> int:
     return state
 
 
-def share_of(count: int, rank: int, world_size: int) -> range:
-    """The numbers below `count` that belong to `rank`: contiguous, in rank order, sizes differing by one at most.
+def share_of(count: int, rank: int, parts: int | Sequence[int]) -> range:
+    """The numbers below `count` that belong to `rank`: contiguous, in rank order.
 
-    With `count` below `world_size` some ranks get an empty range.
+    `parts`: the number of ranks, whose sizes then differ by one at most; or for each rank how many parts of the whole
+    it gets, as (3, 1). With `count` below the number of ranks some get an empty range, and else none.
     """
-    return range(rank * count // world_size, (rank + 1) * count // world_size)
+    if isinstance(parts, int):
+        return range(rank * count // parts, (rank + 1) * count // parts)
+    ends, each = [0], int(count >= len(parts))
+    for after, upto in zip(reversed(range(len(parts))), accumulate(parts), strict=True):
+        ends.append(max(ends[-1] + each, min(round(count * upto / sum(parts)), count - each * after)))
+    return range(*ends[rank : rank + 2])
 
 
 def sample_uniforms(seed: int, epoch: int, ids: NDArray[np.int64], draws: int) -> NDArray[np.float64]:

@@ -41,8 +41,11 @@ def choose_layout(asked: Asked, world: World) -> Layout:
         nnodes=nnodes,
         nproc_per_node=wanted or _usual_count(asked.layout, device, found),
         shard=asked.shard,
+        dealt=asked.shares if asked.shares in (None, "auto") else tuple(map(int, asked.shares.split(","))),
     )
     layout.check()
+    if layout.dealt and asked.nnodes.low != asked.nnodes.high:
+        raise UserError(f"--shares names each rank, and --nnodes {asked.nnodes} may have fewer: leave one of them out")
     if found and device == "cpu":
         say_once(world, f"on the CPU: {_counted(layout)}, but {_gpus(found)} here; with --device cuda they share it")
     return layout

@@ -35,6 +35,8 @@ class BatchCut:
     Where gradients are sharded, ranks exchange them after each backward; the gradients that meet are then those of W
     neighbouring micro-batches, which can be added up at once.
     """
+    dealt: tuple[int, ...] | None = None
+    """How many parts of a step each rank computes; None: equal ones."""
 
     @classmethod
     def of(cls, experiment: Experiment, layout: Layout) -> BatchCut:
@@ -51,7 +53,9 @@ class BatchCut:
                     f"the nearest sizes that do: {choice} (--set global_batch_size={above})"
                 )
             return cls(size, size // shares, shares, is_strided)
-        cut = cls(size, experiment.micro_batch, shares, is_strided)
+        cut = cls(
+            size, experiment.micro_batch, shares, is_strided, layout.dealt if isinstance(layout.dealt, tuple) else None
+        )
         if shares > cut.micro_batches:
             needed = experiment.micro_batch * shares
             raise UserError(
@@ -69,7 +73,7 @@ class BatchCut:
     @property
     def accumulation_steps(self) -> int:
         """The most micro-batches that one rank or replica computes in one step."""
-        return -(-self.micro_batches // self.shares)
+        return max(len(self.share(index, self.global_batch_size)) for index in range(self.shares))
 
     def count(self, samples: int) -> int:
         """The number of micro-batches in a step of `samples` samples; an incomplete last batch has fewer."""
@@ -87,13 +91,14 @@ class BatchCut:
         parts = self.parts(samples)
         if self.is_strided:
             return parts[index :: self.shares]
-        own = share_of(len(parts), index, self.shares)
+        own = share_of(len(parts), index, self.dealt or self.shares)
         return parts[own.start : own.stop]
 
     def describe(self) -> str:
         """The batch arithmetic in one line, printed at the start of a run."""
-        turns = ", in turns" if self.is_strided else ""
+        counts = [len(self.share(index, self.global_batch_size)) for index in range(self.shares)]
+        each = f"{' + '.join(map(str, counts))}" if self.dealt else f"{max(counts)} per step on each of {self.shares}"
         return (
             f"global batch {self.global_batch_size} = {self.micro_batches} micro-batches x {self.micro_batch} samples, "
-            f"{self.accumulation_steps} per step on each of {self.shares}{turns}"
+            f"{each}{', in turns' if self.is_strided else ''}"
         )

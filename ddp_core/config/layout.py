@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,9 @@ LayoutKind = Literal["single", "dp", "ddp"]
 DeviceType = Literal["cpu", "cuda"]
 ShardMode = Literal["none", "optimizer", "gradients", "parameters"]
 """What each rank of `ddp` keeps only its own part of: nothing, the optimizer's state, gradients too, parameters too."""
+
+Dealt = tuple[Annotated[int, Field(gt=0)], ...] | Literal["auto"] | None
+"""How many parts of each step each rank computes, as (3, 1); None: equal ones; auto: by its measured speed."""
 
 SHARD_MODES: tuple[ShardMode, ...] = ("optimizer", "gradients", "parameters")
 """The modes that shard anything."""
@@ -29,6 +32,7 @@ class Layout(Frozen):
     nnodes: int = Field(default=1, gt=0)
     nproc_per_node: int = Field(default=1, gt=0)
     shard: ShardMode = "none"
+    dealt: Dealt = None
 
     @property
     def shares(self) -> int:
@@ -53,7 +57,10 @@ class Layout(Frozen):
         if self.kind == "dp":
             return f"dp-{self.nproc_per_node}-{self.device}"
         sharded = "" if self.shard == "none" else f"-shard-{self.shard}"
-        return f"ddp-{self.nnodes}x{self.nproc_per_node}-{self.device}{sharded}"
+        dealt = (
+            f"-shares-{self.dealt if self.dealt == 'auto' else '-'.join(map(str, self.dealt))}" if self.dealt else ""
+        )
+        return f"ddp-{self.nnodes}x{self.nproc_per_node}-{self.device}{sharded}{dealt}"
 
     @property
     def description(self) -> str:
@@ -76,4 +83,13 @@ class Layout(Frozen):
             raise UserError(
                 f"--shard {self.shard} divides work among ranks, and layout {self.kind} is one process; "
                 "use --layout ddp, or leave --shard out"
+            )
+        if self.dealt and (self.kind != "ddp" or self.shard != "none"):
+            raise UserError(
+                "--shares is for ranks of --layout ddp that each have the whole state: leave it out, or --shard"
+            )
+        if isinstance(self.dealt, tuple) and len(self.dealt) != self.world_size:
+            raise UserError(
+                f"--shares {','.join(map(str, self.dealt))} has {len(self.dealt)} numbers for {self.world_size} ranks: "
+                "give one for each rank, in the order of the ranks"
             )

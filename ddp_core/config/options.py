@@ -8,6 +8,7 @@ that run.json records beside experiment and layout.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -41,6 +42,12 @@ def _low_and_high(value: object) -> object:
         return value
     low, colon, high = value.partition(":")
     return (low, high) if colon else (low, low)
+
+
+def _numbers(value: str) -> str:
+    if value != "auto" and not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", value):
+        raise ValueError("give a number above 0 for each rank, such as 3,1; or auto")
+    return value
 
 
 def _in_order(nodes: NodeRange) -> NodeRange:
@@ -152,6 +159,16 @@ class LayoutOptions(Frozen):
         description="What each rank of ddp keeps only its own part of; the exact reduction has the same bits. "
         "optimizer: the optimizer's state. gradients: also gradients, which then travel after each micro-batch. "
         "parameters: also parameters (with the plain reduction, too).",
+    )
+    shares: Annotated[
+        Annotated[str, AfterValidator(_numbers)] | None,
+        CommandLine(metavar="N,N,...|auto"),
+        ByDefault("equal shares"),
+    ] = Field(
+        default=None,
+        description="How many parts of each step each rank of ddp computes, in their order, where devices are unlike: "
+        "with 3,1 rank 0 computes three of four micro-batches. auto: by the speed of each rank, measured in its first "
+        "20 steps. No bit changes by it.",
     )
     rdzv_endpoint: Annotated[
         str | None, CommandLine(metavar="HOST:PORT"), ByDefault("none; one node needs no such place")

@@ -303,6 +303,10 @@ def check_promise(request: Request) -> None:
     reason = promise_broken_by(experiment)
     if exact and reason:
         raise UserError(f"the exact reduction cannot be had here: {reason}; use --reduction plain")
+    if request.layout.dealt and not exact:
+        raise UserError(
+            "--shares changes no bit with the exact reduction alone; use --reduction exact, or equal shares"
+        )
     if exact or request.layout.kind != "ddp":
         return
     if experiment.sync_batch_norm and request.layout.device == "cpu":

@@ -2,7 +2,7 @@
 
 metrics.jsonl holds one JSON object per line with a `kind`: `step` (step, epoch, loss, lr, samples_per_second,
 data_wait), `evaluation` (step, epoch, test_loss, test_accuracy), `digest` (step, weights_sha256), `resume` (step: the
-records of later steps before this line were rolled back; ranks) and `checkpoint` (step, seconds).
+records of later steps before this line were rolled back; ranks), `checkpoint` (step, seconds) and `dealt`.
 """
 
 from __future__ import annotations

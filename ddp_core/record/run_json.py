@@ -45,6 +45,7 @@ class AttemptLayout(TypedDict):
     nnodes: _Positive
     nproc_per_node: _Positive
     shard: NotRequired[ShardMode]
+    dealt: NotRequired[list[_Positive] | Literal["auto"] | None]
 
 
 class RecordedLayout(AttemptLayout):

@@ -18,7 +18,7 @@ from .exact import ExactReduction
 from .flat import take_gradients
 from .norm import clip_gradients_, gradient_norm
 from .ordered_sum import OrderedSum
-from .tree import GradientTree, Span, Subtree, canonical_subtrees, fold, fold_replicas, share
+from .tree import GradientTree, Span, Subtree, canonical_subtrees, fold, fold_replicas
 
 __all__ = [
     "BatchStatistics",
@@ -32,6 +32,5 @@ __all__ = [
     "fold",
     "fold_replicas",
     "gradient_norm",
-    "share",
     "take_gradients",
 ]

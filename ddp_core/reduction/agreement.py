@@ -23,10 +23,15 @@ from .refusal import OtherWeights
 Given = TypeVar("Given")
 
 
-def refuse_unknown_shares(shares: object) -> None:
-    """Raise ValueError for a name that no way of dealing micro-batches has."""
-    if shares not in ("contiguous", "strided"):
-        raise ValueError(f'shares are "contiguous" or "strided", not {shares!r}')
+def refuse_unfit_shares(shares: object, micro_batches: int, world_size: int) -> None:
+    """Raise ValueError for what is no way of dealing so many micro-batches to so many ranks, none of which is idle."""
+    if not 1 <= world_size <= micro_batches:
+        raise ValueError(f"{micro_batches} micro-batches cannot be shared by {world_size} ranks: some would be idle")
+    is_given = isinstance(shares, tuple) and len(shares) == world_size and min(shares) > 0
+    if not is_given and shares not in ("contiguous", "strided"):
+        raise ValueError(
+            f'shares are "contiguous", "strided", or a number above 0 for each of {world_size} ranks, not {shares!r}'
+        )
 
 
 def refuse_inexact(ddp: DistributedDataParallel) -> None:

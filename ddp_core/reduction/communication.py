@@ -164,8 +164,8 @@ class Channel:
     """Runs transfers between the ranks of `group`, on a thread for each phase; for one rank alone, each at once.
 
     `device` is that of the module, `timeout` how long a transfer waits for a silent rank (None: as long as `group`
-    does), `nodes` the group's ranks, node by node (None: sums are made in one level), `threads` how many phases may run
-    at the same time, each of another transfer (None: as many as the sums have).
+    does), `nodes` and `parts` are those of `OrderedSum`, `threads` how many phases may run at the same time, each of
+    another transfer (None: as many as the sums have).
     """
 
     def __init__(
@@ -174,12 +174,13 @@ class Channel:
         device: torch.device,
         timeout: timedelta | None,
         nodes: Sequence[Sequence[int]] | None = None,
+        parts: tuple[int, ...] = (),
         threads: int | None = None,
     ) -> None:
         several = group is not None and group.size() > 1
         self.group = own_group(group, device, timeout) if group is not None and several else None
         self.device = device
-        self.ordered_sum = OrderedSum(self.group, nodes)
+        self.ordered_sum = OrderedSum(self.group, nodes, parts)
         self.closed = False
         if threads is None:
             threads = OrderedSum.PHASES if self.ordered_sum.groups else 1

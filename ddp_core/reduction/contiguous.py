@@ -30,6 +30,7 @@ class ContiguousShares:
     def __init__(self, ddp: DistributedDataParallel | None, gradients: Gradients, channel: Channel) -> None:
         self._ddp, self._gradients, self._channel = ddp, gradients, channel
         self._rank, self._world_size = channel.ordered_sum.rank, channel.ordered_sum.world_size
+        self._dealt = channel.ordered_sum.parts
         self._hook = HookState(channel, {parameter: index for index, parameter in enumerate(gradients.parameters)})
         self._all_used: bool | None = None
         """Whether each micro-batch of the first step had a gradient for each parameter; None before that is known."""
@@ -39,7 +40,7 @@ class ContiguousShares:
 
     def share(self, micro_batches: int) -> range:
         """The micro-batches of a step that this rank computes, in order."""
-        return share_of(micro_batches, self._rank, self._world_size)
+        return share_of(micro_batches, self._rank, self._dealt)
 
     def begin(self, micro_batches: int) -> None:
         """Start a step."""

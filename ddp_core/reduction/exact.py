@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .agreement import (
     refuse_inexact,
-    refuse_unknown_shares,
+    refuse_unfit_shares,
     require_agreement,
     require_equal_scale,
     require_equal_weights,
@@ -27,7 +27,6 @@ from .contiguous import ContiguousShares
 from .flat import Gradients
 from .norm import clip_gradients_, gradient_norm
 from .strided import StridedShares
-from .tree import share
 from .watching import ForeignBuffers, TrainedParameters, WrittenParameters
 
 
@@ -87,7 +86,8 @@ class ExactReduction:
 
     With `shares="contiguous"` a rank computes neighbouring micro-batches. With `shares="strided"` rank r of W computes
     r, r + W, r + 2W, …, as the loaders of other libraries deal them; ranks then exchange gradients after every
-    backward, in the background. Both have the same bits. Ranks of one node add up among themselves before nodes
+    backward, in the background. With `shares=(3, 1)`, one number for each rank, a faster rank computes more of the
+    neighbouring ones. All have the same bits. Ranks of one node add up among themselves before nodes
     exchange; `node` names this rank's node (None: by the name of its host). `before_reading` is called before the host
     reads parameters from the device: for a wait that watches for lost peers, which the reading itself does not.
 
@@ -122,13 +122,11 @@ class ExactReduction:
         *,
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
-        shares: Literal["contiguous", "strided"] | OwnShares = "contiguous",
+        shares: Literal["contiguous", "strided"] | tuple[int, ...] | OwnShares = "contiguous",
         node: str | int | None = None,
         before_reading: Callable[[], None] = lambda: None,
     ) -> None:
-        own = None if isinstance(shares, str) else shares
-        if own is None:
-            refuse_unknown_shares(shares)
+        own = None if isinstance(shares, str | tuple) else shares
         self.module = module
         ddp = module if isinstance(module, DistributedDataParallel) else None
         group: dist.ProcessGroup | None = process_group
@@ -153,9 +151,9 @@ class ExactReduction:
         self.compares_updates = True
         """Whether ranks compare the scale in each step, and their weights also after steps 1, 2, 4, 8 …"""
         if own is not None:
+            refuse_unfit_shares("contiguous", micro_batches, world_size)
             self._shares, self._gradients, self._channel = own, own.gradients, own.channel
             self._reduced, self._to_compare = own.reduced, own.weights_to_compare
-            share(micro_batches, rank, world_size)
             self._full_share = self.share = own.share(micro_batches)
             return
         self._gradients = Gradients(module)
@@ -164,9 +162,10 @@ class ExactReduction:
         nodes: list[list[int]] | None = None
         if self._to_compare is not None:
             nodes = require_agreement(self._to_compare, micro_batches, str(shares), self._gradients, node)
-        share(micro_batches, rank, world_size)
+        refuse_unfit_shares(shares, micro_batches, world_size)  # which all ranks do, as they agree
         device = next((parameter.device for parameter in self._gradients.parameters), torch.device("cpu"))
-        self._channel = Channel(group, device, timeout, nodes)
+        parts = shares if isinstance(shares, tuple) else ()
+        self._channel = Channel(group, device, timeout, nodes, parts)
         kind = StridedShares if shares == "strided" and world_size > 1 else ContiguousShares
         self._shares = kind(ddp, self._gradients, self._channel)
         self._full_share = self.share = self._shares.share(micro_batches)

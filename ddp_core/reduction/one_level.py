@@ -71,9 +71,9 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=64)
-def plan_for(micro_batches: int, world_size: int) -> Plan:
-    """The plan of a step in which each rank brings the subtrees of its contiguous share; made once."""
-    shares = [share_of(micro_batches, rank, world_size) for rank in range(world_size)]
+def plan_for(micro_batches: int, parts: int | tuple[int, ...]) -> Plan:
+    """The plan of a step in which each rank brings the subtrees of its contiguous share (`share_of`); made once."""
+    shares = [share_of(micro_batches, rank, parts) for rank in range(parts if isinstance(parts, int) else len(parts))]
     return Plan(micro_batches, [canonical_subtrees(share.start, share.stop, micro_batches) for share in shares])
 
 

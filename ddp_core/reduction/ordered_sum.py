@@ -42,7 +42,8 @@ from .one_level import Plan, plan_for, sum_in_one_level
 class OrderedSum:
     """The ordered sum on one process group: chooses the exchange by backend, and one level or two by `nodes`.
 
-    `nodes` are the group's ranks, node by node; None: in one level. Collective: every rank of `group` calls it in the
+    `nodes` are the group's ranks, node by node; None: in one level. `parts`: how many parts of a step each rank
+    computes (see `share_of`); empty: equal ones. Collective: every rank of `group` calls it in the
     same order with tensors of the same size and dtype. One thread only, except that phases of several sums (`phases`)
     may run on a thread each.
     """
@@ -50,9 +51,15 @@ class OrderedSum:
     PHASES = 3
     """The most phases that a sum has."""
 
-    def __init__(self, group: dist.ProcessGroup | None, nodes: Sequence[Sequence[int]] | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        nodes: Sequence[Sequence[int]] | None = None,
+        parts: tuple[int, ...] = (),
+    ) -> None:
         self._group = group
         self.rank, self.world_size = (group.rank(), group.size()) if group is not None else (0, 1)
+        self.parts = parts or self.world_size
         self.groups = groups_of(nodes or ())
         """The ranks that add up among themselves first, where that is done in two levels."""
         self._exchanges: dict[str, tuple[Exchange, TwoLevels | None]] = {}
@@ -70,7 +77,7 @@ class OrderedSum:
 
         Every rank must run each phase of one sum before the same phase of the next.
         """
-        plan = plan_for(micro_batches, self.world_size)
+        plan = plan_for(micro_batches, self.parts)
         if len(own) != len(plan.spans[self.rank]):
             raise ValueError(f"rank {self.rank} owns the subtrees {plan.spans[self.rank]}, got {len(own)} tensors")
         if self._group is None or self.world_size == 1:

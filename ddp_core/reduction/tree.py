@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ddp_core.base.seeds import share_of
 from ddp_core.base.torch_internals import foreach_add_
 
 
@@ -35,20 +34,6 @@ class Subtree:
 
     span: Span
     tensors: list[Tensor | None]
-
-
-def share(micro_batches: int, rank: int, world_size: int) -> range:
-    """The micro-batches of a step that `rank` computes, as `share_of` deals them.
-
-    Raises ValueError if a rank would have nothing to do (`world_size > micro_batches`) or `rank` does not exist.
-    """
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} does not exist in a world of {world_size}")
-    if micro_batches < 1:
-        raise ValueError(f"a step needs at least one micro-batch, got {micro_batches}")
-    if world_size > micro_batches:
-        raise ValueError(f"{micro_batches} micro-batches cannot be shared by {world_size} ranks: some would be idle")
-    return share_of(micro_batches, rank, world_size)
 
 
 def canonical_subtrees(first: int, stop: int, leaves: int) -> list[Span]:

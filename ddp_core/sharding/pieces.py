@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction import ExactReduction
-from ddp_core.reduction.agreement import refuse_unknown_shares, require_agreement
+from ddp_core.reduction.agreement import refuse_unfit_shares, require_agreement
 from ddp_core.reduction.communication import Channel, in_last_phase
 from ddp_core.reduction.flat import Gradients, in_memory_order
 from ddp_core.reduction.ordered_sum import groups_of
@@ -60,7 +60,6 @@ class OwnsPieces(OwnsPart):
         shares: Literal["contiguous", "strided"] = "contiguous",
         node: str | int | None = None,
     ) -> None:
-        refuse_unknown_shares(shares)
         super().__init__(module, optimizer, process_group)
         rank, world_size = (self.group.rank(), self.group.size()) if self.group is not None else (0, 1)
         gradients = Gradients(module)
@@ -68,10 +67,12 @@ class OwnsPieces(OwnsPart):
         if self.group is not None:
             kind = f"{shares}, in {len(shard_groups(gradients.parameters))} flat tensors"
             nodes = require_agreement(self.group, micro_batches, kind, gradients, node)
+        refuse_unfit_shares(shares, micro_batches, world_size)
         groups = groups_of(nodes)
         self._shards = Shards(gradients.parameters, order_of(groups, world_size))
         is_strided = shares == "strided" and self.group is not None
-        self._channel = Channel(self.group, self.device, timeout, nodes, None if is_strided or groups else THREADS)
+        threads = None if is_strided or groups else THREADS
+        self._channel = Channel(self.group, self.device, timeout, nodes, threads=threads)
         self._parts = parts_on(self._channel.group, groups, self.device)
         own = {piece.position: piece for piece in self._shards.pieces(rank)}
         named = enumerate(zip(gradients.names, gradients.parameters, strict=True))

@@ -89,6 +89,12 @@ def build_trainer(job: Job) -> Trainer:
     observers += [callbacks, WeightDigests(job, clock, steps), guard, witnessed]
     if job.trial.noted_in is not None:
         observers.append(StepNotes(job, state, job.trial.noted_in))
+    if job.layout.dealt == "auto" and not job.is_tried:
+        from ddp_core.trainers.dealing import Dealing
+        from ddp_core.trainers.distributed import DistributedStrategy
+
+        assert isinstance(strategy, DistributedStrategy)
+        observers.append(Dealing(strategy, clock, steps))
     # Anybody may freeze parameters before a step; that counts from this step on.
     observers += [saving, *job.observers, Retraining(strategy)]
     together = StepObservers(observers)

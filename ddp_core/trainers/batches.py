@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -45,6 +46,10 @@ class Batches:
         self._weights = None if weights is None else np.asarray(weights)
         self.steps_per_epoch = experiment.steps_per_epoch(samples)
         self._mine: dict[int, list[MicroBatch]] = {}
+
+    def deal(self, dealt: tuple[int, ...]) -> None:
+        """From the next step on, let each rank compute so many parts of a step."""
+        self.cut, self._mine = replace(self.cut, dealt=dealt), {}
 
     def samples_of(self, step: int) -> int:
         """The number of samples in a step's global batch; an incomplete last batch has fewer."""
@@ -99,8 +104,14 @@ class Batches:
 
     def starting_at(self, first_step: int, stop_step: int) -> Generator[StepBatch]:
         """The batches of the steps from `first_step` to before `stop_step`."""
+        while first_step < stop_step:
+            yield from self._in_one_cut(first_step, stop_step)
+            first_step = self._next
+
+    def _in_one_cut(self, first_step: int, stop_step: int) -> Generator[StepBatch]:
+        """These batches, until micro-batches are dealt otherwise."""
         # The loader prepares later steps in advance, so the ids of those steps wait here for their tensors.
-        waiting: deque[list[Ids]] = deque()
+        waiting, cut = deque[list[Ids]](), self.cut
 
         def ids_of_steps() -> Iterator[StepIds]:
             for step in range(first_step, stop_step):
@@ -115,4 +126,7 @@ class Batches:
                 tensors = next(stream)
                 seconds = time.perf_counter() - before
                 own = self.mine(step), waiting.popleft(), tensors, seconds
+                self._next = step + 1
                 yield StepBatch(step, step // self.steps_per_epoch, self.samples_of(step), self.divisor_of(step), *own)
+                if self.cut is not cut:
+                    break

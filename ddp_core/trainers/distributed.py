@@ -39,7 +39,12 @@ class DistributedStrategy(SingleStrategy):
         else:
             self.module, group = self.wrapped(), None
         self.reduction = ExactReduction(
-            self.module, micro_batches, process_group=group, node=node, before_reading=self.losses.await_device
+            self.module,
+            micro_batches,
+            process_group=group,
+            shares=self.batches.cut.dealt or "contiguous",
+            node=node,
+            before_reading=self.losses.await_device,
         )
         self.reduction.compares_updates = False  # the run's guard does
         self.job.collectives.when_left_behind(self.reduction.give_up)

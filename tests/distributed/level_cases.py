@@ -52,14 +52,15 @@ def wrong_sums(group: dist.ProcessGroup, nodes: Nodes, counts: Sequence[int], na
     """The sums on this group, in one level and in two, that differ from the tree's in one process."""
     generator = random.Random(name)
     rank, world_size = group.rank(), group.size()
-    ordered = OrderedSum(group, nodes)
+    # In equal shares, and in unlike ones.
+    ways = [OrderedSum(group, nodes, tuple(range(1, world_size + 1)) * is_unlike) for is_unlike in range(2)]
     for micro_batches in counts:
         elements = generator.choice([1, 2, 7, 100, 1023])
         dtype = generator.choice([torch.float32, torch.float64, torch.bfloat16])
         leaves = leaves_of(micro_batches, micro_batches, elements, dtype)
         (expected,) = subtrees(leaves, 0, micro_batches)
-        share = share_of(micro_batches, rank, world_size)
-        for turn in range(2):
+        for turn, ordered in enumerate(ways):
+            share = share_of(micro_batches, rank, ordered.parts)
             own = subtrees(leaves, share.start, share.stop)
             out = own[-1] if own and turn else torch.full_like(expected, float("nan"))
             ordered(own, out, micro_batches)

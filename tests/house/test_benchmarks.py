@@ -39,6 +39,7 @@ def test_the_best_bare_loop_is_that_of_the_least_median_and_ratios_are_to_it() -
         ("fully_sharded", "parameters, exact"),
         ("shard_memory", "parameters"),
         ("numerics", "convolution"),
+        ("uneven_shares", "--shares auto"),
     ],
 )
 def test_the_quick_run_of_a_benchmark_ends_well(benchmark: str, said: str, tmp_path: Path) -> None:

@@ -161,9 +161,9 @@ def _other_places(output: Path) -> set[Path]:
 
 
 def _read(path: Path, name: str, record: RecordedRun) -> Run:
-    # A record that is older than the shard mode has none.
-    found: dict[str, Any] = {"shard": "none"} | dict(record["layout"])
-    layout = Layout.model_validate({field: found[field] for field in Layout.model_fields})
+    # A record has more than these fields, and an older one fewer.
+    found = record["layout"].items()
+    layout = Layout.model_validate({name: each for name, each in found if name in Layout.model_fields})
     metrics, problem = _metrics(path / "metrics.jsonl")
     drawn = curves(metrics)
     status, wrong = _status(path, record), _weights_problem(path, record)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_core.base.seeds import MicroBatchSeed, mix, sample_uniforms
+from ddp_core.base.seeds import MicroBatchSeed, mix, sample_uniforms, share_of
 
 CPU = torch.device("cpu")
 WORDS = 2**64
@@ -54,3 +54,23 @@ def test_a_micro_batch_has_its_own_numbers_at_every_time() -> None:
     found = {key: drawn(*key) for key in keys}
     assert len(set(found.values())) >= 799, "800 draws of 24 bits: two of the same are likely once in fifty times"
     assert drawn(7, 5, 2) == found[7, 5, 2]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 60), st.one_of(st.integers(1, 9), st.lists(st.integers(1, 50), min_size=1, max_size=9)))
+def test_shares_are_in_a_row_none_is_idle_if_there_is_enough_and_they_are_near_what_was_asked_for(
+    count: int, parts: int | list[int]
+) -> None:
+    weights = [1] * parts if isinstance(parts, int) else parts
+    shares = [share_of(count, rank, parts) for rank in range(len(weights))]
+    assert [number for share in shares for number in share] == list(range(count))
+    assert all(shares) or count < len(weights)
+    if count * min(weights) >= sum(weights):  # each is asked to have one at least
+        assert all(
+            abs(len(share) - count * weight / sum(weights)) <= 1 for share, weight in zip(shares, weights, strict=True)
+        )
+
+
+def test_a_rank_of_three_parts_of_four_has_three_micro_batches_of_four() -> None:
+    assert [list(share_of(4, rank, (3, 1))) for rank in range(2)] == [[0, 1, 2], [3]]
+    assert [len(share_of(2, rank, (1, 50, 1))) for rank in range(3)] == [0, 2, 0]

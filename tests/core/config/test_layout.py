@@ -31,6 +31,8 @@ def experiment(**fields: Any) -> Experiment:
         (Layout(kind="ddp", nproc_per_node=4, device="cuda"), "ddp-1x4-cuda", 4, 4),
         (Layout(kind="ddp", nnodes=2, nproc_per_node=2), "ddp-2x2-cpu", 4, 4),
         (Layout(kind="ddp", nproc_per_node=2, shard="optimizer"), "ddp-1x2-cpu-shard-optimizer", 2, 2),
+        (Layout(kind="ddp", nproc_per_node=2, dealt=(3, 1)), "ddp-1x2-cpu-shares-3-1", 2, 2),
+        (Layout(kind="ddp", nproc_per_node=2, dealt="auto"), "ddp-1x2-cpu-shares-auto", 2, 2),
     ],
 )
 def test_a_layout_says_who_takes_a_share(layout: Layout, label: str, shares: int, world_size: int) -> None:
@@ -47,8 +49,14 @@ def test_a_layout_says_who_takes_a_share(layout: Layout, label: str, shares: int
         Layout(kind="dp", nnodes=2),
         Layout(shard="optimizer"),
         Layout(kind="dp", shard="gradients"),
+        Layout(kind="dp", nproc_per_node=2, dealt=(3, 1)),
+        Layout(kind="ddp", nproc_per_node=2, shard="optimizer", dealt="auto"),
+        Layout(kind="ddp", nproc_per_node=3, dealt=(3, 1)),
     ],
-    ids=["processes of one", "nodes of one", "nodes of dp", "shards of one", "shards of dp"],
+    ids=[
+        *("processes of one", "nodes of one", "nodes of dp", "shards of one", "shards of dp"),
+        *("shares of dp", "shares and shards", "a share too few"),
+    ],
 )
 def test_a_contradiction_is_named(layout: Layout) -> None:
     with refusing():
@@ -104,6 +112,11 @@ def test_more_ranks_than_micro_batches_is_an_error_with_both_ways_out() -> None:
 def test_the_batch_arithmetic_is_said() -> None:
     cut = BatchCut.of(experiment(global_batch_size=64, micro_batch=8), Layout(kind="ddp", nproc_per_node=3))
     assert cut.describe() == "global batch 64 = 8 micro-batches x 8 samples, 3 per step on each of 3"
+    uneven = BatchCut.of(
+        experiment(global_batch_size=64, micro_batch=8), Layout(kind="ddp", nproc_per_node=2, dealt=(3, 1))
+    )
+    assert uneven.describe() == "global batch 64 = 8 micro-batches x 8 samples, 6 + 2"
+    assert uneven.accumulation_steps == 6
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,14 @@ VALUES = {
     "miniature": True,
     "clock_ahead": True,
     "noted_in": "notes",
+    "operations_at": 3,
     "rehearsal": "off",
     "layout": "ddp",
     "device": "cpu",
     "nproc_per_node": 4,
     "nnodes": NodeRange(2, 4),
     "shard": "optimizer",
+    "shares": "3,1",
     "rdzv_endpoint": "there:29400",
     "rdzv_id": "fresh",
     "launcher": "spawn",
@@ -106,7 +108,15 @@ def test_every_command_line_of_the_documentation_is_understood() -> None:
 
 def test_the_reference_names_every_option_of_train() -> None:
     """The page may also name options of other commands."""
-    hidden = {"--experiment", "--record", "--only-steps", "--miniature", "--clock-ahead", "--noted-in"}
+    hidden = {
+        "--experiment",
+        "--record",
+        "--only-steps",
+        "--miniature",
+        "--clock-ahead",
+        "--noted-in",
+        "--operations-at",
+    }
     page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
     options = {option_name(name, field) for _, fields in groups() for name, field in fields.items()}
     assert options - hidden - set(re.findall(r"--[a-z-]+", page)) == set()
@@ -145,6 +155,7 @@ def test_a_wrong_word_is_an_error_in_one_line(words: str, capsys: pytest.Capture
     [
         ("train digits --nnodes 0", ["--nnodes", "0", "greater than 0"]),
         ("train digits --nnodes 2:", ["--nnodes", "2:", "integer"]),
+        ("train digits --shares 3,0", ["--shares", "3,0: give a number above 0 for each rank, such as 3,1; or auto"]),
         ("train digits --nnodes 4:2", ["--nnodes", "4:2: the first number is the smaller one"]),
         ("train digits --nproc-per-node two", ["--nproc-per-node", "two", "integer"]),
         ("train digits --checkpoint-every 0", ["--checkpoint-every", "0", "greater than 0"]),

@@ -16,8 +16,10 @@ from ddp_core.launch.recovery import with_recovery
 EVALUATED = Evaluated("a run", "/a/run", 5, None, False)
 
 
-def request(device: str = "cpu", shard: str = "none", nproc_per_node: int = 2, **options: object) -> Request:
-    layout = Layout(kind="ddp", device=device, shard=shard, nproc_per_node=nproc_per_node)
+def request(
+    device: str = "cpu", shard: str = "none", nproc_per_node: int = 2, dealt: tuple[int, ...] = (), **options: object
+) -> Request:
+    layout = Layout(kind="ddp", device=device, shard=shard, nproc_per_node=nproc_per_node, dealt=dealt)
     return Request(load_with_settings("toy_mlp", ()), layout, Options(**{"reduction": "exact", **options}))
 
 
@@ -31,13 +33,14 @@ def chosen(asked: Request, most_nodes: int = 1) -> str:
         request(device="cuda"),
         request(shard="optimizer"),
         request(nproc_per_node=1),
+        request(dealt=(3, 1)),
         request(reduction="plain"),
         request(launcher="spawn"),
         request(max_restarts=0),
         request(recovery="restart"),
         replace(request(), evaluated=EVALUATED),
     ],
-    ids=["on-gpus", "shards", "alone", "plain", "spawn", "no-restarts", "asked for", "evaluation"],
+    ids=["on-gpus", "shards", "alone", "unlike shares", "plain", "spawn", "no-restarts", "asked for", "evaluation"],
 )
 def test_the_others_go_on_unless_they_cannot(asked: Request) -> None:
     assert chosen(asked) == "restart"

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_core.base.digests import same_bits
-from ddp_core.reduction import GradientTree, Span, canonical_subtrees, fold, fold_replicas, share
+from ddp_core.base.seeds import share_of
+from ddp_core.reduction import GradientTree, Span, canonical_subtrees, fold, fold_replicas
 from ddp_core.reduction.one_level import Plan, plan_for
 from tests.support.wording import refusing
 
@@ -36,7 +37,7 @@ def random_leaves(micro_batches: int, elements: int, seed: int) -> list[Tensor]:
 def trees_of(leaves: Sequence[Tensor | None], world_size: int) -> list[GradientTree]:
     trees = []
     for rank in range(world_size):
-        own = share(len(leaves), rank, world_size)
+        own = share_of(len(leaves), rank, world_size)
         tree = GradientTree(len(leaves), own.start, own.stop)
         for index in own:
             leaf = leaves[index]
@@ -50,7 +51,7 @@ def trees_of(leaves: Sequence[Tensor | None], world_size: int) -> list[GradientT
 @given(st.integers(1, 70), st.data())
 def test_shares_are_contiguous_and_cover_all_micro_batches(micro_batches: int, data: st.DataObject) -> None:
     world_size = data.draw(st.integers(1, micro_batches))
-    shares = [share(micro_batches, rank, world_size) for rank in range(world_size)]
+    shares = [share_of(micro_batches, rank, world_size) for rank in range(world_size)]
     assert [index for own in shares for index in own] == list(range(micro_batches))
     assert {len(own) for own in shares} <= {micro_batches // world_size, micro_batches // world_size + 1}
 
@@ -141,8 +142,6 @@ def test_the_tree_refuses_what_does_not_fit() -> None:
         lambda: (tree.push([torch.ones(1)]), tree.push([torch.ones(1)])),
         lambda: GradientTree(4, 2, 5),
         lambda: canonical_subtrees(0, 3, 2),
-        lambda: share(3, 0, 4),
-        lambda: share(3, 3, 3),
     ]
     for action in wrong:
         with refusing(ValueError):

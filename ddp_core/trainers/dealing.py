@@ -1,0 +1,59 @@
+"""What `--shares auto` does: deals the micro-batches of a step to the ranks by the speed that each has shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddp_core.observe.step import StepBatch, StepObserver
+from ddp_core.trainers.clock import StepClock
+from ddp_core.trainers.distributed import DistributedStrategy
+from ddp_core.trainers.steps import Steps
+
+MEASURED = 20
+"""After so many steps of this start micro-batches are dealt anew, once."""
+_WARM = 5
+"""So many steps at first do not count."""
+_PARTS = ("data", "forward", "backward")
+"""What a step costs more of where a rank has more micro-batches."""
+
+
+class Dealing(StepObserver):
+    """Measures the first steps, in equal shares, and then deals micro-batches so that all ranks end at one time."""
+
+    def __init__(self, strategy: DistributedStrategy, clock: StepClock, steps: Steps) -> None:
+        self._strategy, self._clock, self._steps = strategy, clock, steps
+        self._seen, self._before = 0, 0.0
+
+    def settle(self, batch: StepBatch) -> None:
+        """Count the step; after the last one that is measured, deal anew."""
+        self._seen += 1
+        if self._seen == _WARM:
+            self._before = self._computed()
+        if self._seen != MEASURED or self._steps.are_done:
+            return
+        job, cut = self._strategy.job, self._strategy.batches.cut
+        own = len(cut.share(job.collectives.world.rank, cut.global_batch_size))
+        seconds = job.collectives.gather((self._computed() - self._before) / (MEASURED - _WARM) / own)
+        counts = dealt(cut.micro_batches, seconds)
+        job.console.say(
+            f"from step {batch.step + 2} on ranks compute {' + '.join(map(str, counts))} micro-batches, by the "
+            f"{', '.join(f'{1000 * each:.3g}' for each in seconds)} ms that one has taken on each"
+        )
+        job.metrics.write("dealt", step=batch.step + 1, micro_batches=counts, seconds=seconds)
+        self._strategy.batches.deal(counts)
+        self._strategy.retrain()
+
+    def _computed(self) -> float:
+        return sum(self._clock.seconds[part] for part in _PARTS)
+
+
+def dealt(micro_batches: int, seconds: Sequence[float]) -> tuple[int, ...]:
+    """How many micro-batches each rank gets, one at least, so that the last one ends as early as it can.
+
+    `seconds`: what one micro-batch takes on each rank.
+    """
+    counts = [1] * len(seconds)
+    for _ in range(micro_batches - len(seconds)):
+        first = min(range(len(seconds)), key=lambda rank: (counts[rank] + 1) * seconds[rank])
+        counts[first] += 1
+    return tuple(counts)
