@@ -114,6 +114,9 @@ class ExperimentOptions(Frozen):
     noted_in: Annotated[str | None, CommandLine(metavar="FILE", hidden=True)] = Field(
         default=None, description="Note after each step, in this file, checksums of all that a checkpoint holds."
     )
+    operations_at: Annotated[Steps | None, CommandLine(hidden=True)] = Field(
+        default=None, description="Note beside it what each operation of this step has computed."
+    )
 
 
 class KernelOptions(Frozen):

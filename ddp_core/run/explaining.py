@@ -12,6 +12,7 @@ from ddp_core.config.layout import Layout
 from ddp_core.run.miniature import LIMIT, Miniature
 from ddp_core.run.repeat import Repeated, other_bits
 from ddp_core.trainers.noting import named
+from ddp_core.trainers.operations import first_other_operation
 
 _WAY_OUT = "or go on with --on-difference warn"
 
@@ -26,16 +27,32 @@ def explained(mini: Miniature, layout: Layout, folder: Path, single: Repeated, s
         if layout.kind == "single"
         else f"{layout.label} has other weights than one process"
     )
-    for cause in _causes(mini, layout, folder, single):
-        return f"{found}: first in step {step} of a rehearsal ({named(names)}). {cause}; {_WAY_OUT}"
+    where = f"first in step {step} of a rehearsal ({named(names)})"
+    for cause in _causes(mini, layout, folder, single, step):
+        return f"{found}: {where}. {cause}; {_WAY_OUT}"
     return (
-        f"{found}: first in step {step} of a rehearsal ({named(names)}). Something depends on the layout: the code "
+        f"{found}: {where}{_operation(mini, layout, folder, step)}. Something depends on the layout: the code "
         "asks for a rank, a path or the time, or a forward, a hook or a callback keeps something of its own; "
         f"let the result follow from weights, samples and step alone, {_WAY_OUT}"
     )
 
 
-def _causes(mini: Miniature, layout: Layout, folder: Path, single: Repeated) -> Iterator[str]:
+def _operation(mini: Miniature, layout: Layout, folder: Path, step: int) -> str:
+    """The first operation of the step that has another result on the layout than in one process, after a comma.
+
+    Empty where none has, or where threads compute.
+    """
+    if layout.kind == "dp":
+        return ""
+    places = [folder / "operations" / name for name in ("alone", "there")]
+    for place, where in zip(places, (Layout(device=layout.device), layout), strict=True):
+        if mini.training(where, place, {"operations_at": step}).wait(LIMIT).code:
+            return ""
+    found = first_other_operation(places[0] / "notes", places[1] / "notes", layout.world_size)
+    return f", with {found}" if found else ""
+
+
+def _causes(mini: Miniature, layout: Layout, folder: Path, single: Repeated, step: int) -> Iterator[str]:
     """What makes the difference, the most telling first, as far as a training in another way shows it."""
 
     def is_same(name: str, train: Callable[[Path], Repeated]) -> bool:
@@ -45,8 +62,9 @@ def _causes(mini: Miniature, layout: Layout, folder: Path, single: Repeated) -> 
     alone = Layout(device=layout.device)
     if not is_same("again", lambda place: mini.training(alone, place, workers=0).wait(LIMIT)):
         yield (
-            "One process trained twice has other bits, too: something draws from a source of true randomness, reads a "
-            "clock, or keeps what an earlier run left; let it follow from weights, samples and step alone"
+            f"One process trained twice has other bits, too{_operation(mini, alone, folder, step)}: something draws "
+            "from a source of true randomness, reads a clock, or keeps what an earlier run left; let it follow from "
+            "weights, samples and step alone"
         )
     if is_same("through", lambda place: mini.training(layout, place).wait(LIMIT)):
         yield (

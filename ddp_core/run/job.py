@@ -57,7 +57,9 @@ def job_of(
                 witness=OverSocket(directory) if world.is_first else None,
                 has_random_data=record.is_random,
             ),
-            trial=Trial(request.asked.miniature, request.asked.only_steps, request.noted_in),
+            trial=Trial(
+                request.asked.miniature, request.asked.only_steps, request.noted_in, request.asked.operations_at
+            ),
             observers=[heartbeat, *parts.observers, *observers],
         )
 

@@ -89,6 +89,10 @@ def build_trainer(job: Job) -> Trainer:
     observers += [callbacks, WeightDigests(job, clock, steps), guard, witnessed]
     if job.trial.noted_in is not None:
         observers.append(StepNotes(job, state, job.trial.noted_in))
+        if job.trial.operations_at is not None:
+            from ddp_core.trainers.operations import OperationNotes
+
+            observers.append(OperationNotes(strategy, job.trial.operations_at, job.trial.noted_in))
     if job.layout.dealt == "auto" and not job.is_tried:
         from ddp_core.trainers.dealing import Dealing
         from ddp_core.trainers.distributed import DistributedStrategy

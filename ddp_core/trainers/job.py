@@ -30,6 +30,8 @@ class Trial:
     """The run ends after so many steps, as if they were all. Schedules know the whole run."""
     noted_in: Path | None = None
     """The file in which each rank notes what each step has made of the state; None where nobody compares it."""
+    operations_at: int | None = None
+    """The step of which beside it the operations are noted, too."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ddp_core.base.ending import said_by
@@ -15,7 +16,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import make_patient
 from ddp_core.distributed.children import Children
 from ddp_lab.diagnose import across, checks
-from ddp_lab.diagnose.differences import not_repeatable, not_restored
+from ddp_lab.diagnose.differences import not_repeatable, not_restored, other_operation
 from ddp_lab.diagnose.findings import Finding, by_harm
 from ddp_lab.diagnose.runs import RANKS_WORD, Runner, Script, in_words
 from ddp_lab.diagnose.task import Task
@@ -146,6 +147,10 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
     if 1 in runs:
         print("running 1 rank again …", flush=True)
         differing = list(not_repeatable(runs[1], runner.run(1, Task(options.steps))))
+        if differing:
+            noted = Task(options.steps, operations=True)
+            operation = other_operation(runner.run(1, noted), runner.run(1, noted))
+            differing = [replace(each, evidence=each.evidence + operation) for each in differing]
         found += differing
         repeatable = not differing
         for ranks, run in runs.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ddp_core.observe.operations import differing as differing_operations
 from ddp_lab.diagnose.findings import KINDS, Finding
 from ddp_lab.diagnose.trace import Run, Step
 
@@ -57,6 +58,15 @@ def not_repeatable(one: Run, again: Run) -> Iterator[Finding]:
             name = "not-repeatable" if one.ranks[0].is_seeded else "no-seed"
             yield Finding(name, f"step {at}: {_words(*first)}", one.world, step.event["site"])
             return
+
+
+def other_operation(one: Run, again: Run) -> str:
+    """The first operation that has another result in the second of two runs in which they are noted, in words."""
+    for step, other in zip(one.ranks[0].steps, again.ranks[0].steps, strict=False):
+        for noted, beside in zip(step.of("operations"), other.of("operations"), strict=False):
+            for what in differing_operations(noted["noted"], beside["noted"]):
+                return f"; step {step.number}: first of all, {what}"
+    return ""
 
 
 def not_restored(straight: Run, before: Sequence[Run], resumed: Run) -> Iterator[Finding]:

@@ -22,6 +22,8 @@ class Task(NamedTuple):
     given: str | None = None
     """How one process gets the batches of all ranks: `together`, `one by one`, or empty where it has its own. Where it
     is not None, ranks leave them, and nothing in a step is random, or of some samples alone (`union`)."""
+    operations: bool = False
+    """Whether what each operation of a forward has computed is to be noted."""
     batches: str = ""
     """The folder in which they are; empty for that of the run's own traces."""
     traces: str = ""

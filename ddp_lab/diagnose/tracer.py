@@ -14,6 +14,7 @@ The events, in the order in which they happen; all but `step` tell of what has h
     backward  a backward pass begins, and whether its loss was computed outside of a model that got another batch
     figure    in an evaluation, a mean over a batch's elements (`loss_weights`)
     printed   after it, numbers that the script prints
+    operations  what the operations of a forward have computed, where that is asked for
     clip      gradients are about to be clipped
     schedule  a schedule has moved on
     saved     torch.save was called
@@ -30,6 +31,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddp_core.base.digests import optimizer_digest
+from ddp_core.observe.operations import Operations
 from ddp_lab.diagnose.loaders import Loaders
 from ddp_lab.diagnose.loss_weights import LossWeights
 from ddp_lab.diagnose.recorder import Recorder, changed, digest, generators, place, rows, site, tensors_of, wrap
@@ -85,6 +88,7 @@ class Tracer:
         self._gradients: dict[str, dict[str, Any]] = {}
         self._state = ""
         self._stepping: Optimizer | None = None
+        self._operations: list[Operations] = []
         self._made: list[Tensor] = []
         """Results of models since the step before the last: a model that is called with one is given no sample."""
         self._outside: list[Any] = []
@@ -143,7 +147,10 @@ class Tracer:
             is_another = False
             if self._batches is not None and not any(each.requires_grad for each in tensors_of([words, named])):
                 (words, named), is_another = self._batches.in_forward((words, named))
-            result = call(module, *words, **named)
+            if self._task.operations:
+                self._operations.append(Operations(module))
+            with self._operations[-1] if self._task.operations else nullcontext():
+                result = call(module, *words, **named)
             if not isinstance(self._wrapped, nn.Module):
                 self._note_buffers(module)
             self._loaders.trained()
@@ -222,6 +229,9 @@ class Tracer:
         for each in self._moving:
             each.begin_step()
         self._state = _state_digest(optimizer)
+        for operations in self._operations:
+            self._recorder.write("operations", noted=operations.noted)
+        self._operations.clear()
         self._gradients = {each.name: each.gradient() for each in self._moving}
 
     def _after_step(self, optimizer: Optimizer, words: Any, named: Any) -> None:

@@ -114,6 +114,18 @@ def model():
         raise ValueError("this is for ranks")
     return _model()
 """
+SCALED_BY_RANK = """
+from torch.nn import functional
+
+class Scale(nn.Module):
+    def forward(self, inputs):
+        return functional.softplus(inputs * (1 + 2.0**-10 * (dist.get_rank() if dist.is_initialized() else 0)))
+
+_model = model
+
+def model():
+    return nn.Sequential(_model(), Scale())
+"""
 TWO = ("--layout", "ddp", "--nproc-per-node", "2")
 FIRST, TWICE = "first in step ", "One process trained twice has other bits, too"
 full, slow = pytest.mark.full, pytest.mark.slow
@@ -149,6 +161,7 @@ def test_a_healthy_run_is_rehearsed_once_and_has_a_witness(tmp_path: Path, words
     [
         pytest.param(CUT_BY_A_NORM, (*TWO, "--shard", "optimizer"), FIRST, id="a rule that is not elementwise"),
         pytest.param(RANKS_IN_RATE, TWO, FIRST, id="the number of ranks", marks=full),
+        (SCALED_BY_RANK, TWO, "with the result of aten.mul.Tensor in 1 (Scale), in micro-batch"),
         pytest.param(DATA_OF_THE_DAY, (), TWICE, id="data of the clock, in days", marks=full),
         pytest.param(
             *(CHANGED_AFTER_A_STEP, (*TWO, "--workers", "2"), "With --workers 0 all steps are the same"),
