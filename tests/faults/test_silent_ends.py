@@ -1,4 +1,7 @@
-"""A process that leaves with exit code 0 in mid-training: no launch takes that for success, and one line says who."""
+"""A process that leaves with exit code 0 in mid-training: no launch takes that for success, and one line says who.
+
+Tests base/silent_ends.py, too.
+"""
 
 from __future__ import annotations
 
