@@ -11,11 +11,10 @@ from tests.support.commands import ROOT
 WITHOUT = {
     "adapters": "accelerate fabric lightning micro_steps transformers",
     "base": "later",
-    "cli": "click_kinds entry prepare repeating train_command trained_commands words",
-    "distributed": "reports",
+    "cli": "entry prepare repeating train_command trained_commands words",
     "launch": "agent nodes spawn supervision",
     "live": "launch workers",
-    "record": "changes data early forking run_json",
+    "record": "data early forking run_json",
     "run": "asking beginning evaluating explaining facts miniature recovery repeater starting",
     "trainers": "digests distributed sharded",
 }

@@ -1,6 +1,6 @@
 """A resume that would not continue the run is found out before the run; what a resume does continue is accepted.
 
-Tests observe/faults.py, too.
+Tests observe/faults.py and run/job.py, too.
 """
 
 from __future__ import annotations
