@@ -360,21 +360,6 @@ def foreign_loop(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     return digests, messages
 
 
-def begin_again_alone(rank: int, world_size: int) -> int:
-    """Let the last rank throw away what it had begun of each step; return how many steps came to an end."""
-    torch.manual_seed(0)
-    with process_group():
-        net = nn.Linear(2, 1)
-        with ExactReduction(net, world_size, process_group=dist.group.WORLD) as exact:
-            for _ in range(3):
-                for _ in range(1 + (rank == world_size - 1)):
-                    exact.begin()
-                with exact.micro_batch(rank):
-                    net(torch.ones(1, 2)).sum().backward()
-                exact.finish()
-            return exact._steps
-
-
 def keyed_loss(module: nn.Module, index: int) -> Tensor:
     """A mean over the samples of micro-batch `index`."""
     torch.manual_seed(index)
