@@ -11,11 +11,11 @@ from tests.support.commands import ROOT
 WITHOUT = {
     "adapters": "accelerate fabric lightning micro_steps transformers",
     "base": "later",
-    "cli": "entry prepare repeating train_command trained_commands words",
+    "cli": "entry prepare train_command trained_commands words",
     "launch": "agent nodes spawn supervision",
     "live": "launch workers",
-    "record": "data early forking run_json",
-    "run": "asking beginning evaluating explaining facts miniature recovery repeater starting",
+    "record": "early forking run_json",
+    "run": "asking evaluating explaining miniature recovery repeater",
     "trainers": "digests distributed sharded",
 }
 
