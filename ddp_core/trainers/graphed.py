@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,6 @@ _WARM_UPS = 3
 """Passes before recording, as many as torch.cuda.make_graphed_callables makes: libraries set themselves up in them."""
 
 
-class Recorder(Protocol):
-    """Records what functions launch on a device."""
-
-    def warm_up(self, function: Callable[[], None]) -> None:
-        """Run the function where it will be recorded."""
-
-    def record(self, function: Callable[[], None]) -> Replay:
-        """Record what the function launches, without running it; the function that is returned here replays that."""
-
-
 class CudaRecorder:
     """Records CUDA graphs, which share their memory: they must be replayed in the sequence of their recording."""
 
@@ -42,12 +32,14 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, function: Callable[[], None]) -> None:
+        """Run the function where it will be recorded."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             function()
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def record(self, function: Callable[[], None]) -> Replay:
+        """Record what the function launches, without running it; the function that is returned here replays that."""
         graph, cause = torch.cuda.CUDAGraph(), None
         # Puts the stream back also where the end of a recording raises.
         with torch.cuda.stream(self._stream):
@@ -78,11 +70,9 @@ class GraphedPasses(Passes):
     of rounded weights begins and ends within the recorded forward, so that each replay rounds them anew.
     """
 
-    def __init__(
-        self, experiment: Experiment, loss: Loss, device: torch.device, recorder: Recorder | None = None
-    ) -> None:
+    def __init__(self, experiment: Experiment, loss: Loss, device: torch.device) -> None:
         super().__init__(experiment, loss, device)
-        self._recorder = CudaRecorder(device) if recorder is None else recorder
+        self._recorder = CudaRecorder(device)
         self._recorded: _Recorded | None = None
         # Where the recorded kernels read the loss_weight, and where they leave the loss.
         self._weight = torch.ones((), device=device)

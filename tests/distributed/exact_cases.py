@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import io
 import os
 import threading
@@ -21,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_core.base.digests import optimizer_digest, weights_digest
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.parts import Parts
@@ -79,22 +79,9 @@ class Case:
     wrapped: bool = True
 
 
-def digest_of(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
-    """SHA-256 over weights, buffers and optimizer state."""
-    sha = hashlib.sha256()
-    for name, tensor in module.state_dict().items():
-        sha.update(name.encode())
-        sha.update(bytes_of(tensor))
-    for _, state in sorted(optimizer.state_dict()["state"].items()) if optimizer is not None else ():
-        for name, value in sorted(state.items()):
-            sha.update(name.encode())
-            sha.update(bytes_of(value) if isinstance(value, Tensor) else str(value).encode())
-    return sha.hexdigest()
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    """The tensor's numbers, row by row (by way of bytes, because numpy has no bfloat16)."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+def digest_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Over weights, buffers and optimizer state."""
+    return weights_digest(module.state_dict()) + optimizer_digest(optimizer.state_dict())
 
 
 def described(state: Any) -> str:
@@ -104,8 +91,7 @@ def described(state: Any) -> str:
     if isinstance(state, list | tuple):
         return "[" + ",".join(map(described, state)) + "]"
     if isinstance(state, Tensor):
-        digest = hashlib.sha256(bytes_of(state.detach())).hexdigest()
-        return f"{state.dtype}{tuple(state.shape)}{state.stride()}{digest}"
+        return f"{state.stride()}{weights_digest({'': state})}"
     return repr(state)
 
 
@@ -372,21 +358,6 @@ def foreign_loop(rank: int, world_size: int) -> tuple[list[str], list[str]]:
                     messages.append(str(error))
             del exact, module
     return digests, messages
-
-
-def begin_again_alone(rank: int, world_size: int) -> int:
-    """Let the last rank throw away what it had begun of each step; return how many steps came to an end."""
-    torch.manual_seed(0)
-    with process_group():
-        net = nn.Linear(2, 1)
-        with ExactReduction(net, world_size, process_group=dist.group.WORLD) as exact:
-            for _ in range(3):
-                for _ in range(1 + (rank == world_size - 1)):
-                    exact.begin()
-                with exact.micro_batch(rank):
-                    net(torch.ones(1, 2)).sum().backward()
-                exact.finish()
-            return exact._steps
 
 
 def keyed_loss(module: nn.Module, index: int) -> Tensor:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from ddp_core.record.reading import Run
 from tests.distributed.resuming import digests, kill_at
-from tests.support.commands import ddp, train, trained
+from tests.support.commands import ddp, train
 
 FILES = Path(__file__).with_name("experiment_files")
 DP = ("--layout", "dp", "--nproc-per-node", "3")
@@ -50,19 +47,6 @@ def test_it_ends_with_the_same_bits_on_three_layouts(tmp_path: Path, kind: str) 
 
 
 @pytest.mark.full
-def test_what_is_trained_changes_with_the_callback(tmp_path: Path) -> None:
-    ends = []
-    for steps in (1, 2, 4, 8):
-        train(tmp_path / str(steps), *changing("usual"), "--set", f"max_steps={steps}")
-        ends.append(Run(trained(tmp_path / str(steps))[0].path).load_model().state_dict())
-    changed = [
-        [not torch.equal(before[f"{layer}.weight"], after[f"{layer}.weight"]) for layer in ("first", "second", "last")]
-        for before, after in itertools.pairwise(ends)
-    ]
-    assert changed == [[False, True, True], [True, True, True], [True, False, True]]
-
-
-@pytest.mark.full
 def test_a_resumed_run_trains_what_the_killed_one_did(tmp_path: Path) -> None:
     expected = digests(train(tmp_path / "whole", *changing("usual")))
     words = [*changing("usual"), "--checkpoint-every", "3"]
@@ -81,7 +65,7 @@ def test_a_resumed_run_trains_what_the_killed_one_did(tmp_path: Path) -> None:
         # In the last step there are no micro-batches for a third rank.
         slow("clamp", ("--set", "global_batch_size=20", "--set", "last_batch=keep")),
         # Of three ranks one has no batch of the evaluation.
-        ("clamp in evaluation", (*HELD_OUT, "--set", "ema_decay=0.9")),
+        slow("clamp in evaluation", (*HELD_OUT, "--set", "ema_decay=0.9")),
     ],
 )
 def test_a_forward_that_writes_the_same_everywhere_is_accepted(
@@ -116,7 +100,6 @@ PARAMETERS = ("--shard", "parameters")
         slow(changing("unfreezes"), "dp", ["step 1, rank", UNFREEZES]),
         (changing("unfreezes"), "ddp", ["step 1, rank", UNFREEZES]),
         full(changing("rank 0 alone"), "ddp", [f"step 3, rank 0 (node 0): {UNFREEZES}, and not the same on all ranks"]),
-        full(changing("left out"), "single", ["step 3", "first.weight is trained now, but no group of the optimizer"]),
         *(
             each(
                 (*changing("usual"), "--shard", shard),

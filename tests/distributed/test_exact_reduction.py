@@ -92,10 +92,6 @@ def test_a_foreign_loop_may_run_forwards_outside_but_no_backward() -> None:
     assert [len(messages) for _, messages in answers] == [2, 2]
 
 
-def test_a_rank_alone_may_begin_a_step_again() -> None:
-    assert run_processes(cases.begin_again_alone, 2) == [3, 3]
-
-
 @pytest.mark.full
 def test_the_documents_loop_prints_one_digest_alone_and_on_three_ranks() -> None:
     pages = (EXPLANATION.read_text(), HOW_TO.read_text())

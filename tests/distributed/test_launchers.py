@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
+from ddp_core.numerics.limits import RULES
 from tests.distributed.asking import Send, has_begun, to_every_process, to_the_command
 from tests.support.commands import Ended, command, ddp, running, train, trained, wait_until
 from tests.support.processes import HANG, free_port
@@ -16,20 +18,33 @@ TOY = ("toy_mlp", "--device", "cpu")
 FILES = {"checkpoints", "source", "heartbeats", "log.txt", "metrics.jsonl", "model.safetensors", "run.json"}
 
 
+class Ends(NamedTuple):
+    """What the layout and the launcher must not change."""
+
+    weights: str
+    optimizer: str
+    fingerprint: dict[str, Any]
+
+
+def ends(record: dict[str, Any]) -> Ends:
+    return Ends(record["weights_sha256"], record["optimizer_sha256"], record["fingerprint"])
+
+
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """The digests of the training in one process."""
-    record = train(tmp_path_factory.mktemp("reference"), *TOY)
-    return record["weights_sha256"], record["optimizer_sha256"]
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    """How the training ends in one process, under portable numerics as all of these."""
+    found = ends(train(tmp_path_factory.mktemp("reference"), *TOY))
+    assert found.fingerprint["numerics_rules"] == RULES
+    return found
 
 
-def check(output: Path, reference: tuple[str, str], launcher: str, ended: Ended, clean: bool = True) -> None:
+def check(output: Path, reference: Ends, launcher: str, ended: Ended, clean: bool = True) -> None:
     assert ended.code == 0, ended.errors
     directory, record = trained(output)
-    assert (record["weights_sha256"], record["optimizer_sha256"]) == reference
+    assert ends(record) == reference
     assert (record["status"], record["exit_code"], record["options"]["launcher"]) == ("completed", 0, launcher)
     assert {path.name for path in directory.path.iterdir() if path.name != "run.lock"} >= FILES - {"heartbeats"}
-    assert f"weights sha256 {reference[0]}" in ended.output
+    assert f"weights sha256 {reference.weights}" in ended.output
     assert ended.output.count("epoch   1 ") == 1, "one rank speaks"
     assert (directory.path / "log.txt").read_text().count("epoch   1 ") == 1
     if clean:
@@ -54,7 +69,7 @@ each_start = pytest.mark.parametrize(
     ],
 )
 def test_a_launcher_of_ddps(
-    tmp_path: Path, reference: tuple[str, str], start: Callable[..., Ended], launcher: str, words: tuple[str, ...]
+    tmp_path: Path, reference: Ends, start: Callable[..., Ended], launcher: str, words: tuple[str, ...]
 ) -> None:
     layout = ("--layout", "ddp") if words else ()
     check(tmp_path, reference, launcher, start("train", *TOY, *layout, *words, "--output", tmp_path))
@@ -63,20 +78,29 @@ def test_a_launcher_of_ddps(
 TRAIN = ["-m", "ddp_core", "train", *TOY, "--layout", "ddp"]
 
 
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
 LAUNCH = ["-m", "torch.distributed.launch", "--nproc_per_node=2"]
+WITHOUT_LIMITS = """
+import os, sys
+from ddp_core.numerics.limits import LIMITS
+shell = {name: value for name, value in os.environ.items() if name not in LIMITS}
+os.execve(sys.executable, [sys.executable, *sys.argv[1:]], shell)
+"""
+"""Starts Python in a user's shell, which does not have the limits of portable numerics: each rank finds them itself."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [
-        ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"],
+        TORCHRUN,
+        ["-c", WITHOUT_LIMITS, *TORCHRUN],
         [*LAUNCH, f"--master_port={free_port()}"],
         [*LAUNCH, "--use_env", f"--master_port={free_port()}"],
     ],
-    ids=["torchrun", "launch", "launch with use_env"],
+    ids=["torchrun", "torchrun without limits", "launch", "launch with use_env"],
 )
-def test_a_launcher_outside(tmp_path: Path, reference: tuple[str, str], launcher: Sequence[str]) -> None:
+def test_a_launcher_outside(tmp_path: Path, reference: Ends, launcher: Sequence[str]) -> None:
     ended = command("--output", tmp_path, program=[*launcher, *TRAIN])
     check(tmp_path, reference, "external", ended, clean=False)
     assert "ddp:" not in ended.errors
@@ -85,9 +109,8 @@ def test_a_launcher_outside(tmp_path: Path, reference: tuple[str, str], launcher
 @pytest.mark.slow
 @pytest.mark.parametrize("send", [to_the_command, to_every_process], ids=["torchrun alone", "every process"])
 def test_torchrun_makes_1_of_the_75_that_the_run_has_recorded(tmp_path: Path, send: Send) -> None:
-    program = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", *TRAIN]
     words = ["--fault", "slow@1", "--log-every", "1", "--workers", "1", "--set", "epochs=1000", "--output", tmp_path]
-    with running(*words, program=program) as process:
+    with running(*words, program=[*TORCHRUN, *TRAIN]) as process:
         wait_until(lambda: has_begun(tmp_path), HANG, "the first step")
         send(process, signal.SIGTERM)
         _, errors = process.communicate(timeout=HANG)
@@ -98,7 +121,7 @@ def test_torchrun_makes_1_of_the_75_that_the_run_has_recorded(tmp_path: Path, se
 WORLD = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
-def test_dp_inside_a_launcher_keeps_its_replicas(tmp_path: Path, reference: tuple[str, str]) -> None:
+def test_dp_inside_a_launcher_keeps_its_replicas(tmp_path: Path, reference: Ends) -> None:
     ended = ddp("train", *TOY, "--layout", "dp", "--nproc-per-node", "3", "--output", tmp_path, env=WORLD)
     check(tmp_path, reference, "in-process", ended)
     assert trained(tmp_path)[1]["layout"]["nproc_per_node"] == 3

@@ -16,6 +16,7 @@ from tests.support.commands import Ended, ddp
 from tests.support.wording import refusing
 
 FILE = Path(__file__).parent / "experiment_files" / "one_rank_alone.py"
+slow = pytest.mark.slow
 
 
 def flipped(output: Path, *faults: str, layout: str = "ddp", words: tuple[object, ...] = ()) -> Ended:
@@ -64,7 +65,7 @@ def test_one_bit_of_the_largest_element_is_flipped(dtype: torch.dtype, shape: tu
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "shard"), [("single", "none"), ("ddp", "parameters")])
+@pytest.mark.parametrize(("layout", "shard"), [("single", "none"), pytest.param("ddp", "parameters", marks=slow)])
 def test_flipped_gradients_show_in_the_final_weights(tmp_path: Path, undisturbed: str, layout: str, shard: str) -> None:
     words = ("--shard", shard)
     once = digest_of(tmp_path / "once", "flip@3", layout=layout, words=words)
@@ -119,7 +120,7 @@ def test_the_first_tensor_that_differs_is_named_and_nothing_is_saved(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("shard", ["none", "parameters", pytest.param("optimizer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shard", ["none", *(pytest.param(each, marks=slow) for each in ("parameters", "optimizer"))])
 def test_what_is_cut_among_ranks_is_not_compared(tmp_path: Path, shard: str) -> None:
     """A change of weights by one rank's callback is found by the rehearsal.
 

@@ -1,4 +1,7 @@
-"""A process that leaves with exit code 0 in mid-training: no launch takes that for success, and one line says who."""
+"""A process that leaves with exit code 0 in mid-training: no launch takes that for success, and one line says who.
+
+Tests base/silent_ends.py, too.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ LAYOUTS = {
     "spawn": ("--layout", "ddp", "--nproc-per-node", "2", "--launcher", "spawn"),
 }
 ONE_PROCESS = ("single", "dp")
+SPAWN = pytest.param("spawn", marks=pytest.mark.slow)
 
 
 def words(output: Path, layout: str) -> list[str]:
@@ -27,7 +31,7 @@ def words(output: Path, layout: str) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["os._exit", "c"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["single", "dp", "restart", "live", SPAWN])
 def test_a_process_that_leaves_in_mid_training_ends_the_launch_with_2(tmp_path: Path, layout: str, how: str) -> None:
     rank = 0 if layout in ONE_PROCESS else 1
     ended = ddp(*words(tmp_path, layout), env={"LEAVES": f"{rank} {how}"})
@@ -40,9 +44,7 @@ def test_a_process_that_leaves_in_mid_training_ends_the_launch_with_2(tmp_path: 
         assert said[0].endswith(record["message"])
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param("restart", marks=pytest.mark.slow), "live", pytest.param("spawn", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("layout", [pytest.param("restart", marks=pytest.mark.slow), "live", SPAWN])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_c_code_ends_itself_is_no_success_either(tmp_path: Path, layout: str, rank: int) -> None:
     ended = ddp(*words(tmp_path, layout), env={"LEAVES": f"{rank} _exit"})

@@ -13,6 +13,12 @@ from tests.foreign.experiments import updates
 EXPERIMENTS = Path(__file__).parent / "experiments"
 SIZES: dict[str, dict[str, tuple[int, str]]] = json.loads((Path(__file__).parent / "image_sizes.json").read_text())
 """By library and architecture: the smallest side of an image that works, and the option by which the model is told."""
+NAMES: dict[str, dict[str, list[str]]] = json.loads((Path(__file__).parent / "names.json").read_text())
+"""By library, the models that are `large` and all `rules` of optimizers; `architectures` by what they are trained for.
+
+Large are those of 40 million parameters or more, or with large images: each is trained alone, after all others. Among
+the rules of pytorch_optimizer are those of torch that it also lists.
+"""
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "torchvision": ("torchvision",),
@@ -24,18 +30,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "pytorch_optimizer-schedules": ("pytorch_optimizer",),
 }
 """The groups of cases, each with the packages that it needs beside torch."""
-
-LARGE = {
-    "torchvision": (
-        *("alexnet", "convnext_base", "convnext_large", "convnext_small", "efficientnet_b6", "efficientnet_b7"),
-        *("efficientnet_v2_l", "efficientnet_v2_m", "inception_v3", "maxvit_t", "regnet_x_16gf", "regnet_x_32gf"),
-        *("regnet_y_16gf", "regnet_y_32gf", "resnet101", "resnet152", "resnext101_32x8d", "resnext101_64x4d"),
-        *("swin_b", "swin_s", "swin_v2_b", "swin_v2_s", "vgg11", "vgg11_bn", "vgg13", "vgg13_bn", "vgg16", "vgg16_bn"),
-        *("vgg19", "vgg19_bn", "vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "wide_resnet101_2", "wide_resnet50_2"),
-    ),
-    "timm": ("beit_base_patch16_224", "gemma4_vit_167m"),
-}
-"""Models of 40 million parameters or more, or with large images: each is trained alone, after all others."""
 
 LEFT_OUT = {
     "torchvision.regnet_y_128gf": "645 million parameters: dp x 2 of it would take some 20 GB",
@@ -49,34 +43,6 @@ OF_MATRICES_ALONE = (("torch", "Muon"), ("pytorch_optimizer", "spectralsphere"))
 """Optimizers that take no other parameters: libraries and rules."""
 WITHOUT_A_RATE = (("pytorch_optimizer", "a2grad"),)
 """Optimizers that find their own steps."""
-
-ARCHITECTURES: dict[str, Sequence[str]] = {
-    "causal": (
-        *("gpt2", "gpt_neox", "opt", "bloom", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3"),
-        "qwen3_moe",
-        *("gemma", "gemma2", "gemma3_text", "phi", "phi3", "mpt", "stablelm", "starcoder2", "olmo", "olmo2", "granite"),
-        *("cohere", "mamba", "rwkv", "falcon_mamba", "xglm", "biogpt", "openai-gpt", "gpt_oss", "nemotron", "smollm3"),
-        *("glm", "ernie4_5", "persimmon"),
-    ),
-    "masked": (
-        *("bert", "roberta", "distilbert", "albert", "electra", "deberta", "deberta-v2", "mpnet", "convbert", "fnet"),
-        *("big_bird", "longformer", "mobilebert", "modernbert", "nystromformer", "rembert", "roformer", "squeezebert"),
-        *("xlm", "yoso", "esm", "ibert", "mra"),
-    ),
-    "pairs": (
-        *("t5", "mt5", "umt5", "bart", "mbart", "marian", "pegasus", "blenderbot", "led", "longt5", "m2m_100"),
-        *("nllb-moe", "pegasus_x"),
-    ),
-    "images": (
-        *("vit", "beit", "dinov2", "dinov2_with_registers", "vit_msn", "data2vec-vision", "ijepa", "mobilenet_v1"),
-        *("mobilevit", "swiftformer", "poolformer", "textnet"),
-    ),
-    "sound": (
-        *("wav2vec2", "hubert", "wavlm", "unispeech", "unispeech-sat", "sew", "sew-d", "data2vec-audio"),
-        "wav2vec2-conformer",
-    ),
-}
-"""Architectures of transformers, by what they are trained for."""
 
 
 @dataclass(frozen=True)
@@ -119,22 +85,19 @@ def _images() -> Iterator[Case]:
                 *(f"model.library={library}", f"model.architecture={architecture}", f"model.told={told}"),
                 *(f"model.size={size}", f"data.size={size}"),
             )
-            yield Case(library, architecture, "images.py", settings, architecture in LARGE[library])
+            yield Case(library, architecture, "images.py", settings, architecture in NAMES["large"][library])
 
 
 def _architectures() -> Iterator[Case]:
-    for task, architectures in ARCHITECTURES.items():
+    for task, architectures in NAMES["architectures"].items():
         for architecture in architectures:
             settings = (f"model.task={task}", f"data.task={task}", f"model.architecture={architecture}")
             yield Case("transformers", architecture, "transformers_tiny.py", settings)
 
 
 def _optimizers() -> Iterator[Case]:
-    for library, group, rules in (
-        ("torch", "torch-optimizers", updates.RULES_OF_TORCH),
-        ("pytorch_optimizer", "pytorch_optimizer", updates.RULES_OF_PYTORCH_OPTIMIZER),
-    ):
-        for rule in rules:
+    for library, group in (("torch", "torch-optimizers"), ("pytorch_optimizer", "pytorch_optimizer")):
+        for rule in NAMES["rules"][library]:
             alone = ("model.matrices_alone=true",) if (library, rule) in OF_MATRICES_ALONE else ()
             settings = (f"optimizer.library={library}", f"optimizer.rule={rule}", *alone)
             file = "updates_without_a_rate.py" if (library, rule) in WITHOUT_A_RATE else "updates.py"

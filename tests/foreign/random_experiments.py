@@ -1,17 +1,20 @@
 """Writes an experiment file from a seed: a small model with habits of other people's, and any settings around it.
 
-`experiment_of(17)` is the same text at each call. What it draws from are the lists below. A new habit is one more
-entry, and gives other texts to the same seeds.
+`experiment_of(17)` is the same text at each call. What it draws from are the lists below, and the habits in
+random_habits.toml. A new habit is one more entry there, and gives other texts to the same seeds.
 """
 
 from __future__ import annotations
 
 import random
 import textwrap
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+FILE = Path(__file__).with_name("random_habits.toml")
 WIDTH, CLASSES = 8, 5
 ROWS, IMAGES, WORDS = "rows", "images", "words"
 
@@ -89,7 +92,6 @@ def _family(draw: random.Random) -> Family:
     return draw.choice(families)
 
 
-_CALLED = "hidden = {}(hidden)"
 _ACTS = """
 class Acts(Callback):
     ranks = "all"
@@ -100,148 +102,13 @@ class Acts(Callback):
 
 callbacks = [Acts()]
 """
-_COUNTS = """
-class Counts(Callback):
-    def __init__(self):
-        self.losses = []
-
-    def on_step(self, moment):
-        self.losses.append(moment.learning_rate)
-
-    def state_dict(self):
-        return {"losses": self.losses}
-
-    def load_state_dict(self, state):
-        self.losses = state["losses"]
 
 
-callbacks = [Counts()]
-"""
-_STILL = """
-def train(self, mode=True):
-    super().train(mode)
-    self.still.eval()
-    return self
-"""
-_ROUNDED = """
-class Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, numbers):
-        return (numbers * 16).round() / 16
+def _habit(callback: str = "", on_step: str = "", settings: Sequence[str] = (), **fields: Any) -> Habit:
+    return Habit(callback=_ACTS.format(on_step) if on_step else callback, settings=tuple(settings), **fields)
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.clamp(-1, 1)
-"""
-_UNUSED = ("ddp=DdpOptions(find_unused_parameters=True)",)
 
-HABITS: tuple[Habit, ...] = (
-    Habit(
-        "tied weights",
-        "self.again = nn.Linear(WIDTH, WIDTH)\nself.again.weight = self.middle.weight",
-        hidden=_CALLED.format("self.again"),
-    ),
-    Habit(
-        "a table that is not saved",
-        'self.register_buffer("table", torch.linspace(-1, 1, WIDTH), persistent=False)',
-        hidden="hidden = hidden * self.table",
-    ),
-    Habit(
-        "a counter that is used",
-        'self.register_buffer("seen", torch.zeros(()))',
-        hidden="if self.training:\n    self.seen += 1\nhidden = hidden / (1 + self.seen)",
-    ),
-    Habit(
-        "a backward hook",
-        "self.middle.register_full_backward_hook(halved)",
-        functions="def halved(module, given, gradients):\n"
-        "    return tuple(None if each is None else each / 2 for each in given)",
-    ),
-    Habit(
-        "a hook after accumulation",
-        "self.head.weight.register_post_accumulate_grad_hook(doubled)",
-        functions="def doubled(weight):\n    weight.grad.mul_(2)",
-    ),
-    Habit("weight norm", "nn.utils.parametrizations.weight_norm(self.middle)"),
-    Habit("the older spectral norm", "nn.utils.spectral_norm(self.middle)"),
-    Habit("a frozen layer", "self.middle.requires_grad_(False)"),
-    Habit("unused weights", "self.never = nn.Linear(WIDTH, 3)", settings=_UNUSED),
-    Habit(
-        "weights used now and then",
-        "self.sometimes = nn.Linear(WIDTH, WIDTH)",
-        hidden="if int(hidden.detach().float().abs().sum() * 64) % 3 == 0:\n"
-        "    hidden = hidden + self.sometimes(hidden)",
-        settings=_UNUSED,
-    ),
-    Habit("inputs changed in place", inputs="inputs.mul_(0.5).add_(0.1)", needs_numbers=True),
-    Habit(
-        "batch norm in evaluation",
-        "self.still = nn.BatchNorm1d(WIDTH)",
-        hidden=_CALLED.format("self.still"),
-        methods=_STILL,
-    ),
-    Habit(
-        "one batch norm twice", "self.norm = nn.BatchNorm1d(WIDTH)", hidden="hidden = self.norm(self.norm(hidden) * 2)"
-    ),
-    Habit("clamped weights", inputs="with torch.no_grad():\n    self.head.weight.clamp_(-0.3, 0.3)"),
-    Habit(
-        "draws from python",
-        hidden="if self.training and random.random() < 0.4:\n    hidden = hidden * random.uniform(0.5, 1.5)",
-    ),
-    Habit("dropout always", hidden="hidden = functional.dropout(hidden, 0.3, training=True)"),
-    Habit(
-        "seeds itself",
-        hidden="with torch.random.fork_rng(devices=[]):\n    torch.manual_seed(4)\n"
-        "    hidden = hidden + 0.1 * torch.randn(WIDTH)",
-    ),
-    Habit(
-        "a generator of its own",
-        "self.draw = torch.Generator().manual_seed(3)",
-        hidden="hidden = hidden + 0.1 * torch.randn(WIDTH, generator=self.draw)",
-    ),
-    Habit(
-        "a transposed parameter",
-        "self.turned = nn.Parameter(torch.randn(4, WIDTH).t() * 0.2)",
-        hidden="hidden = hidden + (hidden @ self.turned).sum(1, keepdim=True)",
-    ),
-    Habit(
-        "a parameter without elements",
-        "self.none = nn.Parameter(torch.zeros(0))",
-        hidden="hidden = hidden + self.none.sum()",
-    ),
-    Habit(
-        "a complex parameter",
-        "self.wave = nn.Parameter(torch.ones(WIDTH, dtype=torch.complex64))",
-        hidden="hidden = hidden * self.wave.abs() + self.wave.imag",
-    ),
-    Habit(
-        "a gradient within forward",
-        hidden="if torch.is_grad_enabled():\n    shown = torch.tanh(self.head(hidden.float())).sum()\n"
-        "    slope = torch.autograd.grad(shown, self.head.weight, create_graph=True)[0]\n"
-        "    hidden = hidden + 0.1 * slope.sum(0)",
-    ),
-    Habit("a function with its own backward", hidden="hidden = Rounded.apply(hidden)", functions=_ROUNDED),
-    Habit("sorted by the micro-batch", hidden="hidden = hidden[hidden.detach().float().sum(1).argsort().argsort()]"),
-    Habit("freezing", callback=_ACTS.format("moment.model.middle.requires_grad_(moment.step < 2)")),
-    Habit(
-        "unfreezing",
-        "self.middle.requires_grad_(False)",
-        callback=_ACTS.format("moment.model.middle.requires_grad_(moment.step > 1)"),
-    ),
-    Habit(
-        "annealing an attribute",
-        "self.temperature = 1.0",
-        hidden="hidden = hidden * self.temperature",
-        callback=_ACTS.format("moment.model.temperature = 1 / (1 + moment.step)"),
-    ),
-    Habit(
-        "annealing dropout",
-        "self.drop = nn.Dropout(0.5)",
-        hidden=_CALLED.format("self.drop"),
-        callback=_ACTS.format("moment.model.drop.p = 0.5 / (1 + moment.step)"),
-    ),
-    Habit("counting", callback=_COUNTS),
-)
+HABITS = tuple(_habit(**each) for each in tomllib.loads(FILE.read_text())["habit"])
 """All habits. A file has one at most that brings a callback, since `callbacks` is assigned once."""
 
 LOSSES: tuple[str, ...] = (

@@ -12,7 +12,7 @@ from ddp_core.base.errors import ExitCode
 from tests.foreign import page, record
 from tests.foreign.driver import COLUMNS, SECONDS, Ended, judge
 from tests.foreign.experiments import updates
-from tests.foreign.fleet import LEFT_OUT, SIZES, every_case
+from tests.foreign.fleet import LEFT_OUT, NAMES, SIZES, every_case
 from tests.support.commands import command, without_limits
 
 KEPT = record.rows()
@@ -68,10 +68,10 @@ def test_the_lists_of_optimizers_and_schedules_are_whole() -> None:
     import torch
 
     kinds = [each for each in vars(torch.optim).values() if isinstance(each, type)]
-    assert {kind.__name__ for kind in kinds} - {"Optimizer"} == set(updates.RULES_OF_TORCH)
+    assert {kind.__name__ for kind in kinds} - {"Optimizer"} == set(NAMES["rules"]["torch"])
     assert set(torch.optim.lr_scheduler.__all__) - {"LRScheduler"} == set(updates.OF_TORCH)
     left_out = {key.partition(".")[2] for key in LEFT_OUT if key.startswith("pytorch_optimizer.")}
-    assert set(pytorch_optimizer.get_supported_optimizers()) == set(updates.RULES_OF_PYTORCH_OPTIMIZER) | left_out
+    assert set(pytorch_optimizer.get_supported_optimizers()) == set(NAMES["rules"]["pytorch_optimizer"]) | left_out
     curves = {
         name: pytorch_optimizer.load_lr_scheduler(name) for name in pytorch_optimizer.get_supported_lr_schedulers()
     }

@@ -1,4 +1,7 @@
-"""What `ddp verify` says: first of the code, then of the data, last of the bits."""
+"""What `ddp verify` says: first of the code, then of the data, last of the bits.
+
+Tests cli/repeating.py, too.
+"""
 
 from __future__ import annotations
 

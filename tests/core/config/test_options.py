@@ -1,6 +1,6 @@
 """What words are understood as; of wrong ones, one line says which, and what may have been meant.
 
-Tests base/errors.py, too.
+Tests base/errors.py, cli/click_kinds.py and config/records.py, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A run that is asked to stop finishes its step, saves and exits with 75; resumed, it ends as if never stopped."""
+"""A run that is asked to stop finishes its step, saves and exits with 75; resumed, it ends as if never stopped.
+
+Tests distributed/reports.py, too.
+"""
 
 from __future__ import annotations
 

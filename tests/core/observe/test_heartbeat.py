@@ -1,4 +1,7 @@
-"""How old a heartbeat is, no wall clock decides: it may be set back or forward, here and on other machines."""
+"""How old a heartbeat is, no wall clock decides: it may be set back or forward, here and on other machines.
+
+And which rank is lost, by heartbeats and the words of an error.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ from ddp_core.observe.step import StepBatch
 from tests.support.wording import refusing
 
 TWO_DAYS = 2 * 86400.0
+GONE = 2**31 - 1
+"""The id of no process."""
 
 
 @pytest.fixture
@@ -71,7 +76,7 @@ def test_a_rank_that_hangs_is_unhealthy_whatever_the_wall_clock_says(run: Path, 
     assert check_health(run.parent.parent, 60) == "rank 1 at step 7, 3 s ago"
 
 
-@pytest.mark.parametrize("other", [{"boot": "before"}, {"host": "elsewhere"}, {"pid": 2**31 - 1}])
+@pytest.mark.parametrize("other", [{"boot": "before"}, {"host": "elsewhere"}, {"pid": GONE}])
 def test_a_heartbeat_of_another_machine_or_from_before_the_start_of_this_one_or_of_an_ended_process_is_none_of_this(
     run: Path, other: dict[str, Any]
 ) -> None:
@@ -96,3 +101,23 @@ def test_an_age_that_cannot_be_known_names_nobody(run: Path, monkeypatch: pytest
     beat(run, 1, 0, host="elsewhere", boot="another")
     monkeypatch.setattr(heartbeat.tempfile, "TemporaryFile", refuse)
     assert name_lost_peer(run, World(0, 2), "timed out") == "a peer"
+
+
+def test_a_dead_process_of_this_host_is_named(run: Path) -> None:
+    beat(run, 1, pid=GONE)
+    beat(run, 2)
+    assert name_lost_peer(run, World(0, 3), "Connection reset") == "rank 1 (node 1), which is dead,"
+
+
+def test_one_that_noticed_the_loss_and_left_is_not_named(run: Path) -> None:
+    for rank in (1, 2):
+        beat(run, rank, pid=GONE)
+    renew_heartbeat(run, World(2, 3))
+    assert name_lost_peer(run, World(0, 3), "Connection reset") == "rank 1 (node 1), which is dead,"
+
+
+def test_the_one_at_the_address_of_the_error_is_named(run: Path) -> None:
+    for rank in (1, 2):
+        beat(run, rank, host="elsewhere", address=f"10.0.0.{rank}")
+    assert name_lost_peer(run, World(0, 3), "Read error [10.0.0.2]:5002: reset") == "rank 2 (node 2)"
+    assert name_lost_peer(run, World(0, 3), "no address") == "a peer"

@@ -1,4 +1,7 @@
-"""Which rank is named when a collective times out: the silent one, not another rank that was left waiting."""
+"""Which rank is named when a collective times out: the silent one, not another rank that was left waiting.
+
+Tests distributed/nccl_errors.py, too.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +116,9 @@ STACK = "\nException raised from create at /pytorch/torch/csrc/distributed/c10d/
         "NCCL met a REMOTE_ERROR while this rank waited for its device",
         "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:5002: Connection reset by "
         "peer. This is typically caused by a remote worker hanging. GLHF!",
+        "gloo: out of memory",
     ],
-    ids=["socket", "remote", "system", "closed", "watchdog", "waited", "gloo"],
+    ids=["socket", "remote", "system", "closed", "watchdog", "waited", "gloo", "gloo's memory"],
 )
 def test_what_nccl_says_of_a_lost_peer_is_one(text: str) -> None:
     error = dist.DistBackendError(text)
@@ -128,12 +132,13 @@ def test_what_nccl_says_of_a_lost_peer_is_one(text: str) -> None:
     [
         f"{SYSTEM}Last error:\n{SHARED}{STACK}",
         f"{SYSTEM}Last error:\n{SHARED}, error: No space left on device (28)",
+        f"{SYSTEM}Last error:\nCall to ibv_reg_mr failed",
         f"{CUDA}Last error:\nCuda failure 2 'out of memory'",
         f"{CUDA}Last error:\nFailed to CUDA calloc 6291456 bytes",
         f"{CUDA}Last error:\nCuda failure 999 'unknown error'",
         f"{USAGE}Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
     ],
-    ids=["shared memory", "no space", "memory", "calloc", "driver", "one GPU"],
+    ids=["shared memory", "no space", "locked memory", "memory", "calloc", "driver", "one GPU"],
 )
 def test_what_nccl_says_of_this_machine_is_a_lack_of_something(text: str) -> None:
     error = dist.DistBackendError(text)

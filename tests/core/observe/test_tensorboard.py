@@ -1,4 +1,4 @@
-"""What `ddp train --log-to tensorboard` writes, read back by TensorBoard's own reader. Tests run/job.py, too."""
+"""What `ddp train --log-to tensorboard` writes, read back by TensorBoard's own reader."""
 
 from __future__ import annotations
 

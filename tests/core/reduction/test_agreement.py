@@ -64,3 +64,17 @@ def test_ranks_that_do_not_agree_are_refused_everywhere(what: str, monkeypatch: 
     assert found == found[:1] * 3
     assert REFUSED[what] in found[0]
     assert bool(found[0]) == bool(REFUSED[what])
+
+
+def test_a_rank_alone_may_begin_a_step_again() -> None:
+    def steps(group: Any) -> int:
+        with ExactReduction(copy.deepcopy(NET), 2, process_group=group) as exact:
+            for _ in range(3):
+                for _ in range(1 + group.rank()):
+                    exact.begin()
+                with exact.micro_batch(group.rank()):
+                    exact.module(torch.ones(1, 2, 3, 3)).sum().backward()
+                exact.finish()
+            return exact._steps
+
+    assert on_thread_world(2, steps) == [3, 3]

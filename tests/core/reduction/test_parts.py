@@ -1,4 +1,7 @@
-"""Sums of which each rank gets its part, in two levels, on ranks that are threads: the tree's bits, and few bytes."""
+"""Sums of which each rank gets its part, in two levels, on ranks that are threads: the tree's bits, and few bytes.
+
+Tests reduction/host_memory.py, too.
+"""
 
 from __future__ import annotations
 

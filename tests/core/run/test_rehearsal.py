@@ -1,6 +1,6 @@
 """A resume that would not continue the run is found out before the run; what a resume does continue is accepted.
 
-Tests observe/faults.py, too.
+Tests observe/faults.py and run/job.py, too.
 """
 
 from __future__ import annotations
@@ -34,20 +34,13 @@ def found(output: Path) -> dict[str, Any]:
     return dict(record["attempts"][-1]["guard"])
 
 
-@pytest.mark.full
-def test_what_a_resume_would_lose_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
-    ended = run(tmp_path, "attribute", *REHEARSED)
-    assert ended.code == ExitCode.BAD_INPUT, ended.errors
-    assert "Without the kill and the resume all steps are the same" in ended.errors
-    assert "Traceback" not in ended.errors
-    assert list(find_runs(tmp_path)) == []
-
-
 def test_a_checkpoint_that_no_new_job_can_read_is_said(tmp_path: Path) -> None:
     ended = run(tmp_path, "what nobody reads", *REHEARSED)
     assert ended.code == ExitCode.BAD_INPUT
     assert "a resume would not continue this run" in ended.errors
     assert "KeyError: 'renamed'" in ended.errors
+    assert "Traceback" not in ended.errors
+    assert list(find_runs(tmp_path)) == [], "it ends before its first step"
 
 
 CUT = ("--layout", "ddp", "--nproc-per-node", 2, "--shard", "gradients")

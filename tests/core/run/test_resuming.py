@@ -1,4 +1,7 @@
-"""Where a run starts: whose directory it may write in, which checkpoint a rank may load, what a new worker prepares."""
+"""Where a run starts: whose directory it may write in, which checkpoint a rank may load, what a new worker prepares.
+
+Tests run/beginning.py and run/starting.py, too.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 What the user's code did ends with 2 and is never a fault of ours, also where it leaves by `sys.exit(0)`; torch's raw
 errors are put in words.
+
+Tests base/ending.py and trainers/torch_errors.py, too.
 """
 
 from __future__ import annotations

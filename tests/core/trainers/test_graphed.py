@@ -1,4 +1,4 @@
-"""Recorded micro-batches, with a recorder in the place of CUDA graphs: what is copied, kept, put back and refused."""
+"""Recorded micro-batches, as graphs of a CUDA device that is played: what is copied, kept, put back and refused."""
 
 from __future__ import annotations
 
@@ -10,42 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp_core.base.errors import UserError
 from ddp_core.cli.prepare import check_request, prepare
 from ddp_core.config.options import Asked
-from ddp_core.trainers.graphed import CudaRecorder, GraphedPasses, Replay
-from tests.core.trainers.builders import CPU, experiment
+from ddp_core.trainers.graphed import CudaRecorder, GraphedPasses
+from tests.core.trainers.builders import experiment
 from tests.gpu_standin.playing import on_devices
-from tests.support.wording import refusing
+from tests.support.wording import refusing, said_as_before
 
-
-class StandIn:
-    """Runs the recorded function again at each replay, and leaves gradients where the recording had left them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = list(model.parameters())
-        self.warm_ups = self.replays = 0
-
-    def warm_up(self, function: Callable[[], None]) -> None:
-        self.warm_ups += 1
-        function()
-
-    def record(self, function: Callable[[], None]) -> Replay:
-        function()
-        static = [parameter.grad for parameter in self.parameters]
-
-        def replay() -> None:
-            self.replays += 1
-            kept = [parameter.grad for parameter in self.parameters]
-            for parameter in self.parameters:
-                parameter.grad = None
-            function()
-            for parameter, left, before in zip(self.parameters, static, kept, strict=True):
-                if left is not None:
-                    assert parameter.grad is not None
-                    left.copy_(parameter.grad)
-                parameter.grad = before
-
-        return replay
+CUDA = torch.device("cuda", 0)
 
 
 class Branching(nn.Module):
@@ -67,63 +40,74 @@ def difference(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).sum()
 
 
-def passes_for(model: nn.Module) -> tuple[GraphedPasses, StandIn]:
-    recorder = StandIn(model)
-    return GraphedPasses(experiment(), difference, CPU, recorder), recorder
+def passes() -> GraphedPasses:
+    return GraphedPasses(experiment(), difference, CUDA)
 
 
-def test_gradients_are_copied_or_added() -> None:
-    model = Branching()
-    passes, recorder = passes_for(model)
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.ones(3, 2, device=CUDA), torch.zeros(3, 1, device=CUDA)
+
+
+def _gradients() -> None:
+    model, recorded, weight = Branching().to(CUDA), passes(), torch.tensor(0.5, device=CUDA)
     with torch.no_grad():
-        passes.loss(model, torch.ones(3, 2), torch.zeros(3, 1))
-    assert recorder.warm_ups == 0, "trial passes record nothing"
+        recorded.loss(model, *batch())
+    assert recorded._recorded is None, "trial passes record nothing"
     model.calls.zero_()
-    weight = torch.tensor(0.5)
     for count in (1, 2):
-        loss = passes.loss(model, torch.ones(3, 2), torch.zeros(3, 1))
-        passes.backward(loss, weight)
+        loss = recorded.loss(model, *batch())
+        recorded.backward(loss, weight)
         assert model.used.weight.grad.tolist() == [[1.5 * count] * 2]
     assert model.unused.weight.grad is None
     assert model.calls == 2, "once per micro-batch, and not while recording"
     kept = loss.clone()
-    passes.loss(model, torch.zeros(3, 2), torch.ones(3, 1))
+    recorded.loss(model, *(1 - each for each in batch()))
     assert torch.equal(loss, kept), "a loss is read some steps later"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model, batch: (batch[0][:2], batch[1][:2]),
-        lambda model, batch: (batch[0].double().float(), batch[1].double()),
-        lambda model, batch: (model.eval(), batch)[1],
-        lambda model, batch: (model.used.bias.requires_grad_(False), batch)[1],
-    ],
-    ids=["shape", "type", "mode", "frozen"],
-)
-def test_what_would_launch_other_kernels_is_not_replayed(change: Callable[[Any, Any], Any]) -> None:
-    model = Branching()
-    passes, recorder = passes_for(model)
-    batch = (torch.ones(3, 2), torch.zeros(3, 1))
-    passes.backward(passes.loss(model, *batch), torch.tensor(1.0))
-    replays = recorder.replays
-    loss = passes.loss(model, *change(model, batch))
-    assert loss.requires_grad
-    passes.backward(loss, torch.tensor(1.0, dtype=loss.dtype))
-    assert recorder.replays == replays == 2
+def test_gradients_are_copied_or_added() -> None:
+    on_devices(1, _gradients)
+
+
+CHANGES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "shape": lambda model, inputs, targets: (inputs[:2], targets[:2]),
+    "type": lambda model, inputs, targets: (inputs, targets.double()),
+    "mode": lambda model, *batch: (model.eval(), batch)[1],
+    "frozen": lambda model, *batch: (model.used.bias.requires_grad_(False), batch)[1],
+}
+
+
+def _changed() -> None:
+    for what, change in CHANGES.items():
+        model, recorded = Branching().to(CUDA), passes()
+        loss = recorded.loss(model, *batch())
+        assert not loss.requires_grad, "it comes from a replay"
+        recorded.backward(loss, torch.tensor(1.0, device=CUDA))
+        loss = recorded.loss(model, *change(model, *batch()))
+        assert loss.requires_grad, what
+        recorded.backward(loss, torch.tensor(1.0, dtype=loss.dtype, device=CUDA))
+        assert not model.used.weight.grad.isnan().any(), what
+
+
+def test_what_would_launch_other_kernels_is_not_replayed() -> None:
+    on_devices(1, _changed)
+
+
+class ReadsTheDevice(Branching):
+    """Whose work no graph can hold."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * inputs.sum().item()
+
+
+def _refused() -> str:
+    with pytest.raises(UserError) as raised:
+        passes().loss(ReadsTheDevice().to(CUDA), *batch())
+    return str(raised.value)
 
 
 def test_a_model_that_cannot_be_recorded_is_named_in_one_line() -> None:
-    class Refuses(StandIn):
-        def record(self, function: Callable[[], None]) -> Replay:
-            raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    model = Branching()
-    passes, _ = passes_for(model)
-    passes._recorder = Refuses(model)
-    with refusing() as raised:
-        passes.loss(model, torch.ones(3, 2), torch.zeros(3, 1))
-    assert "\n" not in str(raised.value)
+    said_as_before(on_devices(1, _refused))
 
 
 def _broken_recordings() -> list[str]:
@@ -136,7 +120,7 @@ def _broken_recordings() -> list[str]:
                 torch.cuda.synchronize()
 
         try:
-            CudaRecorder(torch.device("cuda", 0)).record(reads_the_device)
+            CudaRecorder(CUDA).record(reads_the_device)
         except RuntimeError as error:
             said.append(str(error))
         assert torch.cuda.current_stream() == usual

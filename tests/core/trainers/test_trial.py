@@ -1,4 +1,7 @@
-"""A loss that averages is found before the first step, and the check leaves no trace."""
+"""A loss that averages is found before the first step, and the check leaves no trace.
+
+Tests trainers/job.py, too.
+"""
 
 from __future__ import annotations
 

@@ -69,9 +69,7 @@ def model(kind: str = "usual") -> nn.Module:
 
 
 def optimizer(model: Changing) -> torch.optim.Optimizer:
-    left_out = list(model.first.parameters()) if model.kind == "left out" else []
-    kept = [each for each in model.parameters() if not any(each is other for other in left_out)]
-    return torch.optim.SGD(kept, lr=0.1, momentum=0.9, weight_decay=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:

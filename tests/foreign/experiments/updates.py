@@ -16,27 +16,6 @@ from ddp_core import Experiment, Splits
 from ddp_core.config.experiment import Component
 
 WORDS, LENGTH, SAMPLES, WIDTH = 100, 12, 24, 32
-RULES_OF_TORCH = (
-    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam"),
-    *("RMSprop", "Rprop", "SGD", "SparseAdam"),
-)
-"""Every optimizer of torch."""
-RULES_OF_PYTORCH_OPTIMIZER = (
-    *("a2grad", "accsgd", "adabelief", "adabound", "adadelta", "adafactor", "adagc", "adago", "adahessian", "adai"),
-    *("adalite", "adalomo", "adam", "adamax", "adamc", "adamg", "adammini", "adamod", "adamp", "adams", "adamuon"),
-    *("adamw", "adamwsn", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix", "adopt"),
-    *("aggmo", "aida", "alice", "alig", "amos", "ano", "apollo", "apollodqn", "asgd", "avagrad", "bcos", "bsam"),
-    *("came", "conda", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion", "dadaptsgd", "dash"),
-    *("diffgrad", "dualadam", "emofact", "emolynx", "emonavi", "exadam", "fadam", "fira"),
-    *("flashadamw", "focus", "fromage", "ftrl", "galore", "grams", "gravity", "grokfastadamw", "kate", "kron"),
-    *("lamb", "laprop", "lars", "lbfgs", "lion", "lomo", "lorarite", "madgrad", "magma", "mars", "msvag", "muon"),
-    *("muonclip", "nadam", "nero", "normuon", "novograd", "padam", "pid", "pnm", "prodigy", "qhadam", "qhm", "racs"),
-    *("radam", "ranger", "ranger21", "rmsprop", "rose", "sara", "scalableshampoo", "schedulefreeadamw"),
-    *("schedulefreeradam", "schedulefreesgd", "scion", "scionlight", "sgd", "sgdp", "sgdsai", "sgdw", "shampoo"),
-    *("signsgd", "simplifiedademamix", "sm3", "soap", "sophiah", "spam", "spectralsphere", "splus", "srmm"),
-    *("stableadamw", "stablespam", "swats", "tam", "tiger", "vsgd", "yogi"),
-)
-"""Every optimizer of pytorch_optimizer, those of torch that it also lists among them."""
 # What these of pytorch_optimizer need beside parameters and a rate.
 _NEEDED: dict[str, dict[str, Any]] = {"bsam": {"num_data": SAMPLES}, "ranger21": {"num_iterations": 100}}
 _ELEMENTWISE = (
