@@ -11,11 +11,15 @@ FROM ubuntu:24.04@sha256:4fbb8e6a8395de5a7550b33509421a2bafbc0aab6c06ba2cef9ebff
 # The interpreter alone, shared by every later stage. tini becomes process 1 where the engine's own init cannot
 # (compose.user.yaml); ca-certificates is for `ddp data fetch`.
 FROM $BASE_IMAGE AS python
+# The same bytes at each build: compiled Python files name the hash of their source, not its time, the user has one date,
+# and what apt and ldconfig note of the day is removed (docs/reference/image.md). 1980-01-01, as in a bundle.
+ARG SOURCE_DATE_EPOCH=315532800
 RUN rm -f /etc/apt/apt.conf.d/docker-clean
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt,sharing=locked \
     apt-get update \
-    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3 tini ca-certificates
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3 tini ca-certificates \
+    && rm -rf /var/log/apt /var/log/*.log /var/cache/ldconfig
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1
 
@@ -107,7 +111,7 @@ COPY packages packages
 RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
     /opt/pip/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-build-isolation \
        --editable . --editable packages/lab \
-    && rm -rf build *.egg-info \
+    && rm -rf build ./*.egg-info packages/__pycache__ \
     && python -m compileall -q ddp_core ddp_lab experiments
 # The user may have no name or home (any uid may run this), and the root is read-only: so all caches go to the tmpfs.
 ENV HOME=/tmp \
@@ -150,10 +154,11 @@ CMD ["what-to-do"]
 # The runtime image plus what torch.compile and Triton call to build kernels: a C and C++ compiler and Python's headers.
 # Not in the runtime image itself, because a compiler weighs some 300 MB and is of use to an intruder, too.
 FROM runtime AS compiler
-USER root
+USER 0
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt,sharing=locked \
-    apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends g++ python3-dev
+    apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends g++ python3-dev \
+    && rm -rf /var/log/apt /var/log/*.log /var/cache/ldconfig
 ENV TRITON_CACHE_DIR=/tmp/triton
 USER 10001
 
@@ -169,7 +174,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 
 # The runtime image plus test tools and the files that tests read.
 FROM runtime AS test
-USER root
+USER 0
 COPY --from=test-tools /opt/test-tools /opt/venv
 COPY . .
 ENV HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis
@@ -180,7 +185,7 @@ CMD ["pytest", "@tests/quick.args", "-p", "no:cacheprovider"]
 
 # The runtime image plus the tool that lists its contents: tools/sbom.py runs it.
 FROM runtime AS sbom
-USER root
+USER 0
 COPY --from=requirements /sbom.txt /
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \

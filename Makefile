@@ -43,7 +43,7 @@ version_tags = $(VERSION) $(if $(filter false,$(GIT_DIRTY)),$(VERSION)-$(shell g
 tag_image = [ -n "$$IMAGE_TAG" ] || for tag in $(version_tags); do docker tag $(1):latest $(1):$$tag; done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-cpu image-test test test-full test-rotation test-oldest test-newest test-pythons test-extras test-streams test-foreign soak test-docker test-cluster test-gpu gpu-check test-all lint compare verify-layouts chaos claims report site portable-digests portable-runs uv-lock dist sbom sbom-cpu clean
+.PHONY: help setup cpu-cluster up image image-cpu image-test test test-full test-rotation test-oldest test-newest test-pythons test-extras test-streams test-foreign soak test-docker test-cluster test-gpu gpu-check test-all lint compare verify-layouts chaos claims report site portable-digests portable-runs advisories uv-lock dist sbom sbom-cpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -150,9 +150,11 @@ test-all: setup ## Every test that this machine can run; says what it skips and 
 	$(MAKE) --no-print-directory test-pythons
 	$(MAKE) --no-print-directory test-gpu
 
-lint: setup ## ruff and mypy, also over every example of the documentation
+lint: setup ## ruff, shellcheck, hadolint and mypy, this also over every example of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck .ci/run tools/*.sh launch/slurm/*.sh launch/slurm/*.sbatch tests/cluster/*-up
+	$(BIN)/hadolint Dockerfile
 # Each of the two computes on one core.
 	$(BIN)/mypy & mypy=$$!; $(BIN)/python -m tools.typed_examples; examples=$$?; wait $$mypy && exit $$examples
 
@@ -190,6 +192,10 @@ portable-digests: setup ## Make ddp_lab/probe/portable-digests-2.json anew; CONF
 portable-runs: setup ## Train cut experiments under portable numerics and record their weights: ON="here Haswell Skylake-Client-v4 EPYC-Rome-v2" WORKERS=2 (Debian: qemu-user)
 	@$(NO_GPU) $(BIN)/python -m tools.portable_runs $(if $(ON),--on $(ON)) --workers $(WORKERS); code=$$?; \
 	$(BIN)/python -m tools.machines_seen && exit $$code
+
+advisories: setup ## Known vulnerabilities of the pinned packages, by the package index (needs it); ends with 1 where there is one
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[audit]'
+	$(BIN)/pip-audit --strict --progress-spinner off --no-deps --disable-pip --requirement constraints.txt
 
 uv-lock: setup ## Write uv.lock and constraints.txt anew (needs the package index): PINS="-P click==8.5.1" or PINS=--upgrade moves versions
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[uv]'

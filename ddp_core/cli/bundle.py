@@ -22,7 +22,8 @@ from ddp_core.record.bundles import BUNDLE_FORMAT, MANIFEST, PINS
 from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.guarded import what_broke_it
-from ddp_core.record.recorded import pins, require_source
+from ddp_core.record.pins import pins
+from ddp_core.record.recorded import require_source
 from ddp_core.record.weights import WEIGHTS, read_weights, require_recorded_weights
 
 _INITIAL_WEIGHTS = "init_from"
@@ -168,7 +169,8 @@ The finished training run {run}, as `ddp bundle` packs it: {record["result"]["st
 
 Is it whole?  unzip it, and: sha256sum --check MANIFEST
 Is it true?   ddp verify THIS-FILE.zip [--data-dir DIR]
-              This runs the code in the bundle: it trains the run again and compares the bits.{pieces}
+              This runs the code in the bundle: it trains the run again and compares the bits. With the packages of
+              the run, in an environment that uv makes: --rebuild{pieces}
 
 The weights, in a model that the code in source/ builds:
 

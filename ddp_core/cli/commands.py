@@ -99,6 +99,7 @@ def watch(place: Path | None, output: str, once: bool, every: float) -> int:
     "verify", options=partial(field_options, "layout", "device", "nproc_per_node", "data_dir", default="as recorded")
 )
 @_run_argument
+@click.option("--rebuild", is_flag=True, help="In a new environment with the packages of the bundle, made by uv.")
 @_as_json
 def verify_(run: Path, as_json: bool, **changes: Any) -> int:
     """Train RUN again from its record and compare the weights.

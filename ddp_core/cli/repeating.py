@@ -25,7 +25,8 @@ from ddp_core.record.data import digest_data, recorded_digest
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import describe_code
 from ddp_core.record.guarded import broken_promise
-from ddp_core.record.recorded import as_recorded, package_differences, require_source
+from ddp_core.record.pins import package_differences
+from ddp_core.record.recorded import as_recorded, require_source
 from ddp_core.record.weights import read_weights
 
 

@@ -28,9 +28,13 @@ from ddp_core.record.weights import WEIGHTS, exchanged_weights, read_weights
 from ddp_core.trainers.noting import first_other, named
 
 
-def verify(named: Path, **where: Any) -> int:
-    """Verify a run directory or a bundle as `verify_run` does."""
+def verify(named: Path, rebuild: bool = False, **where: Any) -> int:
+    """Verify a run directory or a bundle as `verify_run` does; with `rebuild`, with the bundle's own packages."""
     try:
+        if rebuild:
+            from ddp_core.cli.rebuild import verify_rebuilt
+
+            return verify_rebuilt(named, where)
         with run_in(named, lambda what, line: print(line if what == "code" else f"{what}: {line}", flush=True)) as path:
             return verify_run(path, **where)
     except ChangedBundle as changed:

@@ -1,15 +1,8 @@
-"""What a run is computed again from, read from its record: options, numerics, experiment, and the packages as pins.
-
-Pins have the form that `pip install -r` takes. A package that did not come from an index (installed from a folder, a
-file or a repository) stands in a comment: pip could not find it under its version.
-"""
+"""What a run is computed again from, read from its record: options, numerics and experiment."""
 
 from __future__ import annotations
 
-import platform
-import re
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +10,6 @@ from ddp_core.base.errors import UserError
 from ddp_core.base.shown import shown
 from ddp_core.config.experiment import Experiment
 from ddp_core.numerics.limits import RULES
-
-_NAMED = ("python", "torch", "numpy")
-"""Where these differ from the pins, both versions are said; other packages are only counted."""
-_PIN = re.compile(r"(?:# )?([A-Za-z0-9][\w.-]*)==(\S+)")
-_TORCH_BUILDS = "https://download.pytorch.org/whl"
 
 
 def portable_cpu(record: Mapping[str, Any]) -> str | None:
@@ -82,53 +70,3 @@ def recorded_experiment(record: Mapping[str, Any]) -> Experiment:
     if str(experiment.get("numerics")).startswith("portable-"):
         experiment = {**experiment, "numerics": "portable"}
     return Experiment.from_json(experiment)
-
-
-def pins(environment: Mapping[str, Any]) -> str:
-    """What is installed here, as a requirements file; versions in `environment`, that of a run's record, come first."""
-    versions, local = _installed()
-    versions |= {_normal(name): version for name, version in environment["packages"].items() if version is not None}
-    _, _, build = versions.get("torch", "").partition("+")
-    lines = [f"{'# ' if name in local else ''}{name}=={version}" for name, version in sorted(versions.items())]
-    return "\n".join(
-        [
-            f"# Python {environment['python']}: python -m pip install -r pins.txt"
-            + (f" --extra-index-url {_TORCH_BUILDS}/{build}" if build else ""),
-            "# A line that begins with # is a package from a folder, a file or a repository.",
-            *lines,
-            "",
-        ]
-    )
-
-
-def package_differences(text: str, environment: Mapping[str, Any]) -> str:
-    """How the packages here differ from the pins in `text`, in one line."""
-    there = {_normal(match[1]): match[2] for line in text.splitlines() if (match := _PIN.fullmatch(line))}
-    there["python"] = environment["python"]
-    here = _installed()[0] | {"python": platform.python_version()}
-    other = [name for name in there if there[name] != here.get(name)]
-    if not other:
-        return f"all {len(there) - 1} packages and Python are those of the pins"
-    said = [f"{name} {shown(there[name])} there, {here.get(name, 'none')} here" for name in _NAMED if name in other]
-    rest = len(other) - len(said)
-    if rest:
-        said.append(f"{rest} {'other ' if said else ''}packages of {len(there) - 1} differ or are missing here")
-    return "; ".join(said)
-
-
-def _installed() -> tuple[dict[str, str], set[str]]:
-    """The version of every package by its name, and the names of those that did not come from an index."""
-    versions: dict[str, str] = {}
-    local = set()
-    for distribution in metadata.distributions():
-        name = _normal(distribution.metadata["Name"] or "")
-        if not name or name in versions:  # of two with one name, Python imports the first
-            continue
-        versions[name] = distribution.version
-        if distribution.read_text("direct_url.json") is not None:
-            local.add(name)
-    return versions, local
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()

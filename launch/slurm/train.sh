@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What a job does: it trains, and asks SLURM for another start where the training was stopped or has lost peers.
 # The .sbatch files beside this file read it in. Nothing in here needs to be edited.
 
@@ -33,6 +34,7 @@ rm -rf "$codes" && mkdir -p "$codes" || exit 4
 # --kill-on-bad-exit=0: when one rank ends, the others still get the time to notice and to save.
 # --no-kill: in a job that was submitted with --no-kill, the other nodes go on after one is lost.
 # The words of the command line come last, because the last of two equal options counts.
+# shellcheck disable=SC2016  # the inner shell expands it, on each task's node
 srun --no-kill --kill-on-bad-exit=0 "${SRUN_OPTIONS[@]}" \
   bash -c 'trap : TERM INT HUP USR1 USR2; "$@"; code=$?; echo $code >"$0/$SLURM_PROCID"; exit $code' "$codes" \
   "${DDP[@]}" train --layout ddp --output "$folder" --resume auto "${LIVE[@]}" "${variant[@]}" "$@"
@@ -41,14 +43,14 @@ code=$?
 # 75: the training was stopped and has saved. 6: peers were lost. Any other end would only come again.
 cause=$(cat "$codes"/* 2>/dev/null | grep -vxE '0|6|75' | head -n 1)
 code=${cause:-$code}
-if [ $code != 75 ] && [ $code != 6 ]; then exit $code; fi
+if [ "$code" != 75 ] && [ "$code" != 6 ]; then exit "$code"; fi
 # The job is RUNNING unless SLURM itself is ending it. A cancelled job has to stay cancelled, and SLURM starts a
 # preempted or requeued job again without being asked.
-if [ "$(squeue --noheader --jobs "$job" --format %T)" != RUNNING ]; then exit $code; fi
+if [ "$(squeue --noheader --jobs "$job" --format %T)" != RUNNING ]; then exit "$code"; fi
 if [ "${SLURM_RESTART_COUNT:-0}" -ge "$MAX_REQUEUES" ]; then
   echo "ddp: error: the training ended with $code and would start again, but this job has been started again" \
     "${SLURM_RESTART_COUNT:-0} times already (MAX_REQUEUES=$MAX_REQUEUES); to continue: scontrol requeue $job" >&2
-  exit $code
+  exit "$code"
 fi
 scontrol requeue "$job"
-exit $code
+exit "$code"

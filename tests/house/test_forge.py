@@ -60,6 +60,17 @@ def test_actions_are_pinned_by_their_commit_and_jobs_may_do_little(path: Path) -
                 assert step["with"]["persist-credentials"] is False, name
 
 
+def test_a_release_is_tested_first_and_pushes_both_images_the_same_bytes_each_time() -> None:
+    jobs = read(WORKFLOWS[0].with_name("release.yml"))["jobs"]
+    assert [step["run"] for step in jobs["test"]["steps"] if "run" in step] == ["make lint", "make test-full"]
+    assert [jobs[name]["needs"] for name in ("distributions", "image", "pypi")] == ["test", "test", "distributions"]
+    assert {each["torch"] for each in jobs["image"]["strategy"]["matrix"]["include"]} == {"cpu", "cuda"}
+    pushed = jobs["image"]["steps"][-1]["with"]
+    assert "rewrite-timestamp=true" in pushed["outputs"]
+    (date,) = re.findall(r"^ARG (SOURCE_DATE_EPOCH=\d+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert date in pushed["build-args"].split()
+
+
 @pytest.mark.extras
 @pytest.mark.skipif(not ZIZMOR.exists(), reason="needs zizmor: `make test-extras` installs it")
 def test_zizmor_finds_nothing_that_could_be_turned_against_the_project() -> None:

@@ -25,7 +25,7 @@ ELSEWHERE = {
     "ddp_core/live/workers.py": "the launcher's folder for its workers",
     "ddp_core/observe/usage.py": "/proc",
     "ddp_core/record/bundles.py": "members of an archive, and new files in a temporary folder",
-    "ddp_core/record/recorded.py": "what pip tells of an installed package",
+    "ddp_core/record/pins.py": "what pip tells of an installed package",
     "ddp_core/run/repeat.py": "/dev/null, and what processes of ours print into a temporary folder",
     "ddp_core/run/repeater.py": "/dev/null",
     "ddp_core/run/run.py": "the launcher's folder for its workers",
