@@ -45,7 +45,7 @@ def choose_layout(asked: Asked, world: World) -> Layout:
     )
     layout.check()
     if layout.dealt and asked.nnodes.low != asked.nnodes.high:
-        raise UserError(f"--shares names each rank, and --nnodes {asked.nnodes} may have fewer: leave one of them out")
+        raise UserError(f"--shares is for ranks that stay the same, not for --nnodes {asked.nnodes}: leave one out")
     if found and device == "cpu":
         say_once(world, f"on the CPU: {_counted(layout)}, but {_gpus(found)} here; with --device cuda they share it")
     return layout

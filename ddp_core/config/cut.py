@@ -97,7 +97,11 @@ class BatchCut:
     def describe(self) -> str:
         """The batch arithmetic in one line, printed at the start of a run."""
         counts = [len(self.share(index, self.global_batch_size)) for index in range(self.shares)]
-        each = f"{' + '.join(map(str, counts))}" if self.dealt else f"{max(counts)} per step on each of {self.shares}"
+        each = (
+            f"{' + '.join(map(str, counts))} per step on the ranks"
+            if self.dealt
+            else f"{max(counts)} per step on each of {self.shares}"
+        )
         return (
             f"global batch {self.global_batch_size} = {self.micro_batches} micro-batches x {self.micro_batch} samples, "
             f"{each}{', in turns' if self.is_strided else ''}"

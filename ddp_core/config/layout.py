@@ -57,9 +57,7 @@ class Layout(Frozen):
         if self.kind == "dp":
             return f"dp-{self.nproc_per_node}-{self.device}"
         sharded = "" if self.shard == "none" else f"-shard-{self.shard}"
-        dealt = (
-            f"-shares-{self.dealt if self.dealt == 'auto' else '-'.join(map(str, self.dealt))}" if self.dealt else ""
-        )
+        dealt = f"-shares-{'auto' if self.dealt == 'auto' else 'uneven'}" if self.dealt else ""
         return f"ddp-{self.nnodes}x{self.nproc_per_node}-{self.device}{sharded}{dealt}"
 
     @property
@@ -84,9 +82,11 @@ class Layout(Frozen):
                 f"--shard {self.shard} divides work among ranks, and layout {self.kind} is one process; "
                 "use --layout ddp, or leave --shard out"
             )
-        if self.dealt and (self.kind != "ddp" or self.shard != "none"):
+        if self.dealt and self.kind != "ddp":
+            raise UserError(f"--shares is for the ranks of --layout ddp, not for {self.kind}: leave it out")
+        if self.dealt and self.shard != "none":
             raise UserError(
-                "--shares is for ranks of --layout ddp that each have the whole state: leave it out, or --shard"
+                f"--shares is for ranks that each have the whole state: leave it out, or --shard {self.shard}"
             )
         if isinstance(self.dealt, tuple) and len(self.dealt) != self.world_size:
             raise UserError(

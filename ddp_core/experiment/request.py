@@ -304,9 +304,7 @@ def check_promise(request: Request) -> None:
     if exact and reason:
         raise UserError(f"the exact reduction cannot be had here: {reason}; use --reduction plain")
     if request.layout.dealt and not exact:
-        raise UserError(
-            "--shares changes no bit with the exact reduction alone; use --reduction exact, or equal shares"
-        )
+        raise UserError("--shares is for the exact reduction, with which it changes no bit: leave it out")
     if exact or request.layout.kind != "ddp":
         return
     if experiment.sync_batch_norm and request.layout.device == "cpu":

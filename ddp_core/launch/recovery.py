@@ -23,7 +23,7 @@ def with_recovery(request: Request, most_nodes: int) -> Request:
     obstacles = {
         "only with the exact reduction do fewer processes compute the same bits": options.reduction != "exact",
         "--launcher spawn replaces no process": options.launcher == "spawn",
-        "--shares names each rank, and without a lost one there are others": bool(layout.dealt),
+        "--shares is for ranks that stay the same": bool(layout.dealt),
     }
     found = next((words for words, is_so in obstacles.items() if is_so), None)
     if options.recovery == "auto":

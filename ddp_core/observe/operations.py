@@ -45,7 +45,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if "empty" not in str(function):  # what lies in fresh memory is no result
-            self._note(f"the result of {function} in {self._within[-1] if self._within else 'the loss'}", result)
+            self.note(f"the result of {function} in {self._within[-1] if self._within else 'the loss'}", result)
         return result
 
     def _begin(self, where: str, part: nn.Module, inputs: Any) -> None:
@@ -55,17 +55,17 @@ class Operations(TorchDispatchMode):
         where = self._within.pop()
         for output in tensors_of(outputs):
             if output.requires_grad:
-                output.register_hook(partial(self._note, f"the gradient that comes back to {where}"))
+                output.register_hook(partial(self.note, f"the gradient that comes back to {where}"))
 
-    def _note(self, what: str, result: Any) -> None:
+    def note(self, what: str, result: Any) -> None:
+        """Note tensors that were computed, or given."""
         self.noted += [(what, checksum(each)) for each in tensors_of(result)]
 
 
 def differing(ours: Noted, theirs: Noted) -> Iterator[str]:
-    """What has another checksum in `theirs`, in words, from the first on."""
+    """What has another checksum in `theirs`, in words, as far as the same is computed; from the first on."""
     for (what, one), (other, another) in zip(ours, theirs, strict=False):
         if what != other:
-            yield f"that there {other} follows, and here {what}"
             return
         if one != another:
             yield what

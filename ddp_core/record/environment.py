@@ -27,6 +27,7 @@ def facts_of(request: Request) -> dict[str, str]:
         "code version": f"{code['version']} {code['commit']}",
         "setting of ddp.find_unused_parameters": str(request.loaded.experiment.ddp.find_unused_parameters),
         "layout": request.layout.label,
+        "setting of --shares": str(request.layout.dealt),
         "reduction": request.options.reduction,
         "numerics": request.options.numerics,
         "step to evaluate": "none" if request.evaluated is None else str(request.evaluated.step),

@@ -126,6 +126,7 @@ class ExactReduction:
         node: str | int | None = None,
         before_reading: Callable[[], None] = lambda: None,
     ) -> None:
+        shares = tuple(shares) if isinstance(shares, list) else shares
         own = None if isinstance(shares, str | tuple) else shares
         self.module = module
         ddp = module if isinstance(module, DistributedDataParallel) else None

@@ -28,7 +28,7 @@ def explained(mini: Miniature, layout: Layout, folder: Path, single: Repeated, s
         else f"{layout.label} has other weights than one process"
     )
     where = f"first in step {step} of a rehearsal ({named(names)})"
-    for cause in _causes(mini, layout, folder, single, step):
+    for cause in _causes(mini, layout, folder, single):
         return f"{found}: {where}. {cause}; {_WAY_OUT}"
     return (
         f"{found}: {where}{_operation(mini, layout, folder, step)}. Something depends on the layout: the code "
@@ -40,19 +40,20 @@ def explained(mini: Miniature, layout: Layout, folder: Path, single: Repeated, s
 def _operation(mini: Miniature, layout: Layout, folder: Path, step: int) -> str:
     """The first operation of the step that has another result on the layout than in one process, after a comma.
 
-    Empty where none has, or where threads compute.
+    Empty where that cannot be said.
     """
-    if layout.kind == "dp":
+    if layout.kind == "dp" or layout.shard == "parameters":  # threads compute, or a part of the weights is gathered
         return ""
     places = [folder / "operations" / name for name in ("alone", "there")]
     for place, where in zip(places, (Layout(device=layout.device), layout), strict=True):
-        if mini.training(where, place, {"operations_at": step}).wait(LIMIT).code:
+        asked = {"operations_at": step, "clock_ahead": place is places[0]}
+        if mini.training(where, place, asked, cuda_graph=False).wait(LIMIT).code:
             return ""
     found = first_other_operation(places[0] / "notes", places[1] / "notes", layout.world_size)
     return f", with {found}" if found else ""
 
 
-def _causes(mini: Miniature, layout: Layout, folder: Path, single: Repeated, step: int) -> Iterator[str]:
+def _causes(mini: Miniature, layout: Layout, folder: Path, single: Repeated) -> Iterator[str]:
     """What makes the difference, the most telling first, as far as a training in another way shows it."""
 
     def is_same(name: str, train: Callable[[Path], Repeated]) -> bool:
@@ -60,9 +61,12 @@ def _causes(mini: Miniature, layout: Layout, folder: Path, single: Repeated, ste
         return not again.code and other_bits(single, again) is None
 
     alone = Layout(device=layout.device)
-    if not is_same("again", lambda place: mini.training(alone, place, workers=0).wait(LIMIT)):
+    again = mini.training(alone, folder / "again", workers=0).wait(LIMIT)
+    other = other_bits(single, again)
+    if again.code or other is not None:
+        operation = "" if other is None else _operation(mini, alone, folder, other[0])
         yield (
-            f"One process trained twice has other bits, too{_operation(mini, alone, folder, step)}: something draws "
+            f"One process trained twice has other bits, too{operation}: something draws "
             "from a source of true randomness, reads a clock, or keeps what an earlier run left; let it follow from "
             "weights, samples and step alone"
         )

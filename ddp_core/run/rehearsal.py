@@ -140,7 +140,8 @@ def fitting(experiment: Experiment, wanted: Layout) -> Layout | None:
     # As many ranks may share a GPU as the run itself has on one.
     places = max(torch.cuda.device_count(), wanted.nproc_per_node) if wanted.device == "cuda" else _MOST_RANKS
     for count in range(min(_MOST_RANKS, places, wanted.nnodes * wanted.nproc_per_node), 0, -1):
-        dealt = wanted.dealt if count == wanted.shares else None
+        # What is measured is dealt after more steps than these.
+        dealt = wanted.dealt if count == wanted.shares and wanted.dealt != "auto" else None
         layout = wanted.model_copy(update={"nnodes": 1, "nproc_per_node": count, "dealt": dealt})
         with contextlib.suppress(UserError):
             if layout.shares <= BatchCut.of(experiment, layout).micro_batches:

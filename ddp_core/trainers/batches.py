@@ -37,7 +37,9 @@ class Batches:
         shares: Sequence[int],
         weights: Weights | None = None,
     ) -> None:
-        self.cut = cut
+        self.cut = self._before = cut
+        self._since = 0
+        """From this step on micro-batches are dealt by `cut`."""
         self.samples = samples
         self.order = GlobalOrder(samples, experiment.seed)
         self._seed = experiment.seed
@@ -47,8 +49,9 @@ class Batches:
         self.steps_per_epoch = experiment.steps_per_epoch(samples)
         self._mine: dict[int, list[MicroBatch]] = {}
 
-    def deal(self, dealt: tuple[int, ...]) -> None:
-        """From the next step on, let each rank compute so many parts of a step."""
+    def deal(self, dealt: tuple[int, ...], step: int) -> None:
+        """From this step on, let each rank compute so many parts of a step."""
+        self._before, self._since = self.cut, step
         self.cut, self._mine = replace(self.cut, dealt=dealt), {}
 
     def samples_of(self, step: int) -> int:
@@ -95,7 +98,8 @@ class Batches:
     def owner(self, step: int, micro_batch: int) -> int:
         """The number of the share that a micro-batch of the step belongs to."""
         samples = self.samples_of(step)
-        shares = (self.cut.share(share, samples) for share in range(self.cut.shares))
+        cut = self.cut if step >= self._since else self._before
+        shares = (cut.share(share, samples) for share in range(cut.shares))
         return next(share for share, parts in enumerate(shares) if any(part.index == micro_batch for part in parts))
 
     def done(self, step: int) -> StepBatch:
@@ -105,11 +109,10 @@ class Batches:
     def starting_at(self, first_step: int, stop_step: int) -> Generator[StepBatch]:
         """The batches of the steps from `first_step` to before `stop_step`."""
         while first_step < stop_step:
-            yield from self._in_one_cut(first_step, stop_step)
-            first_step = self._next
+            first_step = yield from self._in_one_cut(first_step, stop_step)
 
-    def _in_one_cut(self, first_step: int, stop_step: int) -> Generator[StepBatch]:
-        """These batches, until micro-batches are dealt otherwise."""
+    def _in_one_cut(self, first_step: int, stop_step: int) -> Generator[StepBatch, None, int]:
+        """These batches, until micro-batches are dealt otherwise; returns the step that is next."""
         # The loader prepares later steps in advance, so the ids of those steps wait here for their tensors.
         waiting, cut = deque[list[Ids]](), self.cut
 
@@ -126,7 +129,7 @@ class Batches:
                 tensors = next(stream)
                 seconds = time.perf_counter() - before
                 own = self.mine(step), waiting.popleft(), tensors, seconds
-                self._next = step + 1
                 yield StepBatch(step, step // self.steps_per_epoch, self.samples_of(step), self.divisor_of(step), *own)
                 if self.cut is not cut:
-                    break
+                    return step + 1
+        return stop_step

@@ -22,26 +22,27 @@ class Dealing(StepObserver):
 
     def __init__(self, strategy: DistributedStrategy, clock: StepClock, steps: Steps) -> None:
         self._strategy, self._clock, self._steps = strategy, clock, steps
-        self._seen, self._before = 0, 0.0
+        self._seen, self._micro_batches, self._before = 0, 0, 0.0
 
     def settle(self, batch: StepBatch) -> None:
         """Count the step; after the last one that is measured, deal anew."""
         self._seen += 1
+        self._micro_batches += len(batch.micro_batches)
         if self._seen == _WARM:
-            self._before = self._computed()
-        if self._seen != MEASURED or self._steps.are_done:
+            self._before, self._micro_batches = self._computed(), 0
+        if self._seen != MEASURED or self._steps.are_done or batch.stops:
             return
         job, cut = self._strategy.job, self._strategy.batches.cut
-        own = len(cut.share(job.collectives.world.rank, cut.global_batch_size))
-        seconds = job.collectives.gather((self._computed() - self._before) / (MEASURED - _WARM) / own)
+        seconds = job.collectives.gather((self._computed() - self._before) / max(1, self._micro_batches))
         counts = dealt(cut.micro_batches, seconds)
         job.console.say(
             f"from step {batch.step + 2} on ranks compute {' + '.join(map(str, counts))} micro-batches, by the "
             f"{', '.join(f'{1000 * each:.3g}' for each in seconds)} ms that one has taken on each"
         )
         job.metrics.write("dealt", step=batch.step + 1, micro_batches=counts, seconds=seconds)
-        self._strategy.batches.deal(counts)
-        self._strategy.retrain()
+        if len({*counts}) > 1:
+            self._strategy.batches.deal(counts, batch.step + 1)
+            self._strategy.retrain()
 
     def _computed(self) -> float:
         return sum(self._clock.seconds[part] for part in _PARTS)

@@ -86,6 +86,7 @@ class DistributedStrategy(SingleStrategy):
         """Make DDP and the reduction anew, for what is trained now."""
         with self.job.collectives.connecting(self.job.collectives.uses_nccl):
             self.drop()
+            self.passes.forget()
             self.set_up()
 
     def clip_gradients(self, max_norm: float) -> None:

@@ -95,6 +95,10 @@ class GraphedPasses(Passes):
         self._replayed = self._loss_left.detach().clone()
         return self._replayed
 
+    def forget(self) -> None:
+        """Record anew: the reduction has other memory for batch-norm statistics."""
+        self._recorded = None
+
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         """Add the gradient of a micro-batch's loss, times its `loss_weight`, to every `.grad`."""
         if self._recorded is None or loss is not self._replayed:

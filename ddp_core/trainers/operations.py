@@ -29,13 +29,15 @@ class OperationNotes(StepObserver):
 
     def _loss(self, loss: Callable[..., Tensor], *words: Any) -> Tensor:
         self._noted.append(Operations(self._strategy.model))
+        self._noted[-1].note("the batch", words[1:])
         with self._noted[-1]:
             return loss(*words)
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
         if batch.step + 1 == self._step:
             del self._strategy.passes.loss
-            noted = zip(batch.micro_batches, self._noted, strict=True)
+            # A rank with fewer micro-batches than others may run a forward more.
+            noted = zip(batch.micro_batches, self._noted, strict=False)
             self._file.write_text(json.dumps({part.index: each.noted for part, each in noted}))
 
 
@@ -45,7 +47,7 @@ def file_of(file: Path, rank: int) -> Path:
 
 
 def first_other_operation(single: Path, several: Path, ranks: int) -> str:
-    """The first operation whose result one of several ranks has otherwise than one process, in words; else empty.
+    """What one of several ranks has first otherwise than one process, in words; empty where that cannot be said.
 
     `single` and `several` are the files of the notes. What only one of them has computed is not compared.
     """

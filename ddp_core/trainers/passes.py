@@ -105,6 +105,9 @@ class Passes:
             _require_gradient(loss, self._loss_name)
         return loss
 
+    def forget(self) -> None:
+        """Keep nothing of what was computed with memory that is not used any more; does nothing by default."""
+
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         """Add the gradient of a micro-batch's loss, times its `loss_weight`, to every `.grad`."""
         with user_code("your model's backward"):

@@ -47,6 +47,7 @@ class SingleStrategy(Strategy):
     def retrain(self) -> None:
         """Add up the gradients of what is trained now."""
         self.reduction.close()
+        self.passes.forget()
         self.set_up()
 
     def close(self) -> None:

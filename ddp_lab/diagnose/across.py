@@ -133,7 +133,7 @@ def _rounding(alone: Step, at: Sequence[Step]) -> dict[str, float]:
     if alone.event["weights_before"] != at[0].event["weights_before"]:
         raise UserError("not proved: one process begins with other weights")
     # A later step may have none, such as one whose model is called with what another one has made.
-    is_given = not any(each["outside"] for each in alone.of("backward")) and (alone.samples or alone.number > 1)
+    is_given = not alone.of("outside") and (alone.samples or alone.number > 1)
     if not is_given or sorted(alone.samples) != sorted(_samples(at)):
         raise UserError("not proved: one process could not be given the samples of all ranks")
     if any(forward["draws"] for forward in alone.of("forward")):

@@ -40,7 +40,7 @@ class Step(Part):
     @property
     def samples(self) -> list[str]:
         """Digests of the samples that the model was trained on, in their order; none where its loss is of others."""
-        if any(each["outside"] for each in self.of("backward")):
+        if self.of("outside"):
             return []
         return [each for forward in self.of("forward") for each in forward["samples"]]
 

@@ -11,7 +11,7 @@ The events, in the order in which they happen; all but `step` tell of what has h
     exchange  after an evaluation, ranks have put their figures together
     unseen    in training, ranks exchange what has a gradient, and autograd does not see it
     loss      a backward pass has reached a loss function (`loss_weights`)
-    backward  a backward pass begins, and whether its loss was computed outside of a model that got another batch
+    outside   a loss was computed outside of a model that got another batch than the script has
     figure    in an evaluation, a mean over a batch's elements (`loss_weights`)
     printed   after it, numbers that the script prints
     operations  what the operations of a forward have computed, where that is asked for
@@ -30,7 +30,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from ddp_lab.diagnose.loss_weights import LossWeights
 from ddp_lab.diagnose.recorder import Recorder, changed, digest, generators, place, rows, site, tensors_of, wrap
 from ddp_lab.diagnose.silence import answer_where
 from ddp_lab.diagnose.task import Task, ended_file, task
-from ddp_lab.diagnose.union import Batches
+from ddp_lab.diagnose.union import Batches, together
 from ddp_lab.diagnose.updates import Schedules, Watched, settings
 
 LONGER = 6
@@ -91,10 +91,6 @@ class Tracer:
         self._operations: list[Operations] = []
         self._made: list[Tensor] = []
         """Results of models since the step before the last: a model that is called with one is given no sample."""
-        self._outside: list[Any] = []
-        """Autograd's nodes of the results, but for losses, of models called with another batch than the script has."""
-        self._inside: list[Any] = []
-        """Autograd's nodes of losses that models called with another batch have computed themselves."""
         self._scaler: dict[str, Any] | None = None
         self._loaders = Loaders(recorder, batches)
         self._root: nn.Module | None = None
@@ -161,11 +157,13 @@ class Tracer:
                 **{"samples": rows(given), "sync": sync, "generators": before, "buffers": self._buffer_digests},
                 draws=changed(before, generators()),
             )
-            if self._batches is not None:
-                self._made += (results := list(tensors_of([result])))
             if is_another:
-                self._outside += [each.grad_fn for each in results if each.dim() and each.grad_fn is not None]
-                self._inside += [each.grad_fn for each in results if not each.dim()]
+                # A loss that is computed of it here has the targets of the script's own batch; one inside has not.
+                result = together([result])
+                for each in tensors_of([result]):
+                    if each.dim() and each.requires_grad:
+                        each.register_hook(lambda gradient: self._recorder.write("outside"))
+            self._made += tensors_of([result] if self._batches is not None else [])
             return result
         finally:
             self._root = self._wrapped = None
@@ -179,9 +177,6 @@ class Tracer:
         return self._watched[id(parameter)]
 
     def _begin_backward(self, function: Callable[..., Any], *words: Any, **named: Any) -> Any:
-        # Where the script computes the loss outside of the model, its targets are those of its own batch.
-        outside = _comes_from(tensors_of(words[:1]), self._outside, self._inside)
-        self._recorder.write("backward", site=site(), outside=outside)
         self._losses.calls.clear()
         try:
             return function(*words, **named)
@@ -264,8 +259,6 @@ class Tracer:
         self._made_before = len(self._made)
         for each in self._watched.values():
             each.end_step()
-        self._outside.clear()
-        self._inside.clear()
         self._losses.backwards = 0
         if self._is_enough():
             self._stop()
@@ -290,19 +283,6 @@ class Tracer:
         sys.stderr.flush()
         # No exception: a script may catch it, and its cleaning up may wait for ranks that have ended.
         os._exit(0)
-
-
-def _comes_from(results: Iterable[Tensor], makers: Sequence[Any], losses: Sequence[Any]) -> bool:
-    """Whether what these nodes of autograd have made goes into the results otherwise than by these losses."""
-    seen, ahead = set(losses), [each.grad_fn for each in results]
-    while ahead and makers:
-        if (node := ahead.pop()) is None or node in seen:
-            continue
-        if node in makers:
-            return True
-        seen.add(node)
-        ahead += [before for before, _ in node.next_functions]
-    return False
 
 
 def _state_digest(optimizer: Optimizer) -> str:

@@ -31,7 +31,7 @@ def experiment(**fields: Any) -> Experiment:
         (Layout(kind="ddp", nproc_per_node=4, device="cuda"), "ddp-1x4-cuda", 4, 4),
         (Layout(kind="ddp", nnodes=2, nproc_per_node=2), "ddp-2x2-cpu", 4, 4),
         (Layout(kind="ddp", nproc_per_node=2, shard="optimizer"), "ddp-1x2-cpu-shard-optimizer", 2, 2),
-        (Layout(kind="ddp", nproc_per_node=2, dealt=(3, 1)), "ddp-1x2-cpu-shares-3-1", 2, 2),
+        (Layout(kind="ddp", nproc_per_node=2, dealt=(3, 1)), "ddp-1x2-cpu-shares-uneven", 2, 2),
         (Layout(kind="ddp", nproc_per_node=2, dealt="auto"), "ddp-1x2-cpu-shares-auto", 2, 2),
     ],
 )
@@ -115,7 +115,7 @@ def test_the_batch_arithmetic_is_said() -> None:
     uneven = BatchCut.of(
         experiment(global_batch_size=64, micro_batch=8), Layout(kind="ddp", nproc_per_node=2, dealt=(3, 1))
     )
-    assert uneven.describe() == "global batch 64 = 8 micro-batches x 8 samples, 6 + 2"
+    assert uneven.describe() == "global batch 64 = 8 micro-batches x 8 samples, 6 + 2 per step on the ranks"
     assert uneven.accumulation_steps == 6
 
 

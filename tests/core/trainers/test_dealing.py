@@ -11,6 +11,8 @@ from ddp_core.observe.metrics import read_metrics
 from ddp_core.trainers.dealing import dealt
 from tests.support.commands import ddp, trained
 
+ROOT = Path(__file__).parents[3]
+
 
 @pytest.mark.parametrize("seconds", [(1.0, 2.0), (1.0, 1.0, 1.0), (3.0, 1.0, 7.0)])
 def test_no_other_way_to_deal_ends_sooner(seconds: tuple[float, ...]) -> None:
@@ -23,7 +25,12 @@ def test_no_other_way_to_deal_ends_sooner(seconds: tuple[float, ...]) -> None:
 
 
 def test_ranks_in_unlike_shares_fixed_or_measured_end_with_the_bits_of_equal_ones(tmp_path: Path) -> None:
-    words = ["toy_mlp", "--device", "cpu", "--set", "micro_batch=2", "--set", "epochs=12", "--set", "max_steps=30"]
+    """Dealt as if rank 1 were slow, whatever is measured."""
+    text = (ROOT / "experiments" / "toy_mlp.py").read_text()
+    text += "\nimport ddp_core.trainers.dealing as dealing\ndealing.dealt = lambda micro_batches, seconds: (6, 2)\n"
+    (tmp_path / "mine.py").write_text(text)
+    words = [tmp_path / "mine.py", "--device", "cpu", "--set", "micro_batch=2", "--set", "epochs=12"]
+    words += ["--set", "max_steps=30", "--set", "last_batch=keep", "--workers", "1"]
     digests = {}
     for shares in ("", "3,1", "auto"):
         output = tmp_path / f"shares {shares}"
@@ -34,7 +41,8 @@ def test_ranks_in_unlike_shares_fixed_or_measured_end_with_the_bits_of_equal_one
         digests[shares] = record["weights_sha256"]
         records = read_metrics(directory.metrics, "dealt")
         assert [record["step"] for record in records] == [20] * (shares == "auto")
-    assert f"{' + '.join(map(str, records[0]['micro_batches']))} micro-batches" in ended.output
+    assert records[0]["micro_batches"] == [6, 2]
+    assert "from step 21 on ranks compute 6 + 2 micro-batches" in ended.output
     assert len(set(digests.values())) == 1
 
 
