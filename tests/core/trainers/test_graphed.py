@@ -87,6 +87,8 @@ def _changed() -> None:
         assert loss.requires_grad, what
         recorded.backward(loss, torch.tensor(1.0, dtype=loss.dtype, device=CUDA))
         assert not model.used.weight.grad.isnan().any(), what
+        recorded.forget()
+        assert not recorded.loss(model, *change(model, *batch())).requires_grad, "it is recorded anew"
 
 
 def test_what_would_launch_other_kernels_is_not_replayed() -> None:
