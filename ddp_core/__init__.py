@@ -5,8 +5,8 @@ ddp_core` takes no time and an experiment's file loads no trainer. docs/referenc
 that may be used; the rest is private.
 
 Rooms from the ground up: `base`; `reduction`, `checkpoint`, `sampler`, `distributed`, `numerics`, `config`; `sharding`,
-`data`, `model`, `adapters`, `observe`, `remote`; `experiment`; `trainers`; `record`; `run`, `launch`; `live`; `cli`. A
-room imports from lower floors only. One way leads through them: words, one request, workers, steps, the record.
+`data`, `model`, `adapters`, `observe`; `experiment`; `trainers`; `record`; `run`, `launch`; `live`; `cli`. A room
+imports from lower floors only. One way leads through them: words, one request, workers, steps, the record.
 """
 
 from __future__ import annotations

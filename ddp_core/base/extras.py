@@ -19,7 +19,6 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     "lab": {"ddp_lab": "samebits-lab"},
     "report": {"jinja2": "jinja2", "matplotlib": "matplotlib"},
     "cluster": {"docker": "docker"},
-    "remote": {"s3fs": "s3fs"},
 }
 """By extra, the modules that are asked for, each with the package that brings it."""
 

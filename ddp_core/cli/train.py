@@ -25,7 +25,7 @@ from ddp_core.distributed.world import World, node_here
 from ddp_core.record.lock import require_unlocked
 
 if TYPE_CHECKING:
-    from ddp_core.experiment.request import Evaluated, Request
+    from ddp_core.experiment.request import Evaluated
 
 
 def carry_out(
@@ -52,7 +52,9 @@ def carry_out(
     require_free(asked, world)
     # These load torch, which takes seconds.
     from ddp_core.base.determinism import use_one_thread
-    from ddp_core.cli.prepare import prepare
+    from ddp_core.cli.prepare import check_request, prepare
+    from ddp_core.run.repeater import vouched_for
+    from ddp_core.run.run import run_worker, worker_main
 
     use_one_thread()
     with no_silent_end(partial(_tell, world)):
@@ -64,19 +66,6 @@ def carry_out(
         from ddp_core.cli.rehearse import rehearse
 
         return rehearse(request)
-    if any("://" in str(named) for named in (asked.output, asked.resume, asked.fork, asked.init_from)):
-        from ddp_core.cli.addressed import train_at_address
-
-        return train_at_address(request, world, partial(_train, world=world, is_host=is_host))
-    return _train(request, world, is_host)
-
-
-def _train(request: Request, world: World, is_host: bool) -> int:
-    """Do this process's part of the request; returns the exit code."""
-    from ddp_core.cli.prepare import check_request
-    from ddp_core.run.repeater import vouched_for
-    from ddp_core.run.run import run_worker, worker_main
-
     name = request.options.stop_signal
     early_signals = [signal_named(name)] if name else []
     with stops_at_once(*early_signals, prints=world.is_first):
@@ -99,7 +88,6 @@ def _train(request: Request, world: World, is_host: bool) -> int:
             from ddp_core.launch.recovery import with_recovery
             from ddp_core.launch.supervision import Supervision
 
-            asked = request.asked
             meeting = Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id, is_host)
             request = with_recovery(request, meeting.max_nodes)
             if request.options.recovery == "live":

@@ -208,10 +208,8 @@ class CommunicationOptions(Frozen):
 class FileOptions(Frozen):
     """Where data are read and results are written."""
 
-    output: Annotated[str, CommandLine(metavar="DIR|ADDRESS", variable="DDP_OUTPUT")] = Field(
-        default="outputs",
-        description="The folder of all runs; each run makes a directory of its own in it. Or an address such as "
-        "s3://BUCKET/runs, to which runs are copied while they train.",
+    output: Annotated[str, CommandLine(metavar="DIR", variable="DDP_OUTPUT")] = Field(
+        default="outputs", description="The folder of all runs; each run makes a directory of its own in it."
     )
     data_dir: Annotated[str, CommandLine(metavar="DIR", variable="DDP_DATA")] = Field(
         default="data", description="The folder that data sets are fetched into and read from."

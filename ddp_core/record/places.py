@@ -30,14 +30,10 @@ class Place(NamedTuple):
 
 @contextmanager
 def place_named(named: str | os.PathLike[str]) -> Iterator[Place]:
-    """The run and the checkpoint that a path or an address means; a bundle is checked, and unpacked for the block.
+    """The run and the checkpoint that a path means; a bundle is checked, and unpacked for the block.
 
     Raises UserError where the path means nothing of the kind, and (3) for a bundle that was changed.
     """
-    if isinstance(named, str) and "://" in named:
-        from ddp_core.remote.asking import local
-
-        named = local(named)
     path = Path(named)
     if path.is_dir():
         yield Place(RunDirectory(path.absolute()), path.absolute().name)

@@ -18,15 +18,11 @@ if TYPE_CHECKING:
 class Run:
     """A run that `train` has returned, or the one in an existing run directory: `Run("outputs/digits/single-cpu-…")`.
 
-    Everything is read when it is asked for, so that a run which another process trains can be followed. Of a run at an
-    address (`s3://…`) a copy is read that is made now. Raises UserError (2) where `path` is not a run directory.
+    Everything is read when it is asked for, so that a run which another process trains can be followed. Raises
+    UserError (2) where `path` is not a run directory.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        if isinstance(path, str) and "://" in path:
-            from ddp_core.remote.asking import local
-
-            path = local(path)
         self.path = Path(path).absolute()
         """The run directory, an absolute path."""
         self._directory = RunDirectory(self.path)

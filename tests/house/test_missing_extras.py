@@ -131,7 +131,6 @@ NEED = [
     ("yaml", (CLUSTER, ["check", "ddp-cpu"])),
     ("tensorboard", (DDP, ["train", "mine.py", "--log-to", "tensorboard"])),
     ("report", (DDP, ["report"])),
-    ("remote", (DDP, ["compare", "s3://bucket/runs"])),
     ("cluster", (CLUSTER, ["up", "--experiment", "mine.py", "--backend", "docker"])),
 ]
 """Each extra with a call that asks for it; RUN is the directory of the run that was trained before."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 from ddp_core.record.directory import find_runs
 from tests.house.conftest import settings
 from tests.house.pages import Reader
-from tests.support.stores import a_store
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [
@@ -42,9 +40,9 @@ NEEDS = {"optuna": "python search.py", "onnxscript": "python to_onnx.py"}
 """Commands of pages that need a package that may be missing here."""
 
 
-def follow(page: str, installed: Path, folder: Path, more: Mapping[str, str] | None = None) -> None:
-    """Follow the page in `folder`, with `more` variables. Raises AssertionError where it shows something else."""
-    shell = settings() | {"PATH": f"{installed}{os.pathsep}{os.environ['PATH']}"} | dict(more or {})
+def follow(page: str, installed: Path, folder: Path) -> None:
+    """Follow the page in `folder`. Raises AssertionError where something else happens than it shows."""
+    shell = settings() | {"PATH": f"{installed}{os.pathsep}{os.environ['PATH']}"}
     del shell["OMP_NUM_THREADS"]  # set for the other tests; a reader's shell does not have it
     without = [] if shutil.which("py-spy", path=shell["PATH"]) else ["py-spy"]
     missing_here = [command for module, command in NEEDS.items() if find_spec(module) is None]
@@ -71,15 +69,6 @@ def test_a_reader_sees_what_the_page_shows(name: str, installed: Path, tmp_path:
 @pytest.mark.timeout(900)
 def test_other_peoples_tools_do_what_the_page_shows(name: str, installed: Path, tmp_path: Path) -> None:
     follow((DOCS / "how-to" / f"{name}.md").read_text(), installed, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.extras("s3fs", "moto", "flask")
-@pytest.mark.timeout(900)
-def test_runs_are_kept_in_a_bucket_as_the_page_shows(installed: Path, tmp_path: Path) -> None:
-    with a_store(tmp_path) as store:
-        page = (DOCS / "how-to" / "keep-runs-in-a-bucket.md").read_text()
-        follow(page, installed, tmp_path, store.environment | {"XDG_CACHE_HOME": str(tmp_path / "cache")})
 
 
 @pytest.mark.slow
