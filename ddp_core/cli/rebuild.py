@@ -44,14 +44,17 @@ def verify_rebuilt(bundle: Path, where: Mapping[str, Any]) -> int:
     with Children("ddp-rebuild-") as children:
         unpacked = unpack_bundle(bundle, children.folder / "bundle")
         wanted = read_pins(unpacked.pins)
+        named = [line for line in unpacked.pins.splitlines() if line and line[0] not in "#-"]
+        if "samebits" not in wanted or len(named) != sum(not pin.is_local for pin in wanted.values()):
+            raise UserError(f"{bundle}: its pins do not name samebits, or not each package in one version")
         # Of a stranger's record, a version alone: uv also takes a path.
         if (version := re.match(r"\d+\.\d+", unpacked.record["environment"]["python"])) is None:
             raise UserError(f"{bundle} does not say which Python its run had")
         print(f"making Python {version[0]} with the {len(wanted)} packages of the bundle …", flush=True)
         python = _make(children, uv, version[0], wanted)
-        tell_children_of_code()
         words = [word for name, value in where.items() if value for word in (f"--{name.replace('_', '-')}", str(value))]
-        return _verify(children, [python, "-m", "ddp_core", "verify", str(bundle), *words], _lend(children, wanted))
+        command = [python, "-m", "ddp_core", "verify", str(bundle.absolute()), *words]
+        return _verify(children, command, _lend(children, wanted))
 
 
 def _make(children: Children, uv: str, version: str, wanted: Mapping[str, Pin]) -> str:
@@ -65,12 +68,15 @@ def _make(children: Children, uv: str, version: str, wanted: Mapping[str, Pin]) 
     pins.write_text("".join(f"{name}=={pin.version}\n" for name, pin in wanted.items() if not pin.is_local))
     # A folder that the user names holds torch, too; else it comes from its own index, and nothing else does.
     build = None if "UV_FIND_LINKS" in os.environ else torch_build(wanted)
-    words = [*(["--torch-backend", build] if build else []), "--no-deps", "--requirement", str(pins)]
+    words = [*(["--torch-backend", build] if build else []), "--no-deps", "--no-build", "--requirement", str(pins)]
     _uv(children, uv, "the packages", "pip", "install", "--quiet", "--python", python, *words)
     (site,) = (venv / "lib").glob("python*/site-packages")
-    for name, pin in installed([str(site)]).items():
-        if wanted[name].files is not None and wanted[name].files != pin.files:
+    found = {name: pin for name, pin in installed([str(site)]).items() if name in wanted}
+    for name, pin in found.items():
+        if wanted[name].files not in (None, pin.files):
             raise _cannot_have(f"{name} {pin.version} as it was: another build of it has other files")
+    if unknown := sum(wanted[name].files is None for name in found):
+        print(f"of {unknown} packages the pins do not say which files they had", flush=True)
     return python
 
 
@@ -96,20 +102,25 @@ def _lend(children: Children, wanted: Mapping[str, Pin]) -> Path:
         spec = find_spec(package)
         if name in wanted and wanted[name].is_local and spec is not None and spec.origin is not None:
             (lent / package).symlink_to(Path(spec.origin).parent)
-            told = next(file for file in metadata.distribution(name).files or [] if file.name == "METADATA")
-            (lent / Path(told).parent.name).symlink_to(Path(str(told.locate())).parent)
+            for told in metadata.distribution(name).files or []:
+                if told.name == "METADATA":
+                    (lent / Path(told).parent.name).symlink_to(Path(str(told.locate())).parent)
+            tell_children_of_code()
     return lent
 
 
 def _verify(children: Children, command: list[str], path: Path) -> int:
     """Run the command with what is lent, and print what it prints, as it comes."""
-    ours = {"PYTHONPATH": str(path), "TMPDIR": str(children.folder)}
+    # The folder that this is called in may have a ddp_core, too, as a clone has.
+    ours = {"PYTHONPATH": str(path), "PYTHONSAFEPATH": "1", "TMPDIR": str(children.folder)}
     process = children.start(command, env={**os.environ, **ours}, stdout=subprocess.PIPE, text=True, errors="replace")
     assert process.stdout is not None
+    has_verdict = False
     for line in process.stdout:
+        has_verdict |= line.startswith("different")
         print(line, end="", flush=True)
     code = process.wait()
     children.end(process)
-    if code < 0:
-        raise error_of(code, (), command[2:])
+    if code < 0 or (code == 1 and not has_verdict):  # Python itself ends with 1 where it cannot begin
+        raise error_of(code if code < 0 else ExitCode.INTERNAL, (), command[2:])
     return code

@@ -105,7 +105,9 @@ def test_the_pins_are_installed_and_this_ddp_is_lent_alone(
     assert verify(bundle, rebuild=True, **WHERE) == 1
     making, install, *wanted = asked.read_text().splitlines()
     assert re.fullmatch(r"venv --quiet --python 3\.11 /\S+/venv", making)
-    assert re.fullmatch(r"pip install --quiet --python \S+ --torch-backend cpu --no-deps --requirement \S+", install)
+    assert re.fullmatch(
+        r"pip install --quiet --python \S+ --torch-backend cpu --no-deps --no-build --requirement \S+", install
+    )
     assert wanted == ["click==8.1.8", "torch==2.13.0+cpu"], "no option of pip's that a stranger has written"
     said = capfd.readouterr().out.splitlines()
     assert said[0].startswith("making Python 3.11 with the 3 packages")
@@ -115,13 +117,23 @@ def test_the_pins_are_installed_and_this_ddp_is_lent_alone(
     assert not Path(making.split()[-1]).parent.exists(), "it is removed again"
 
 
+def test_an_end_without_a_verdict_is_no_difference(tmp_path: Path, uv: Callable[[str], Path]) -> None:
+    uv(UV.replace("echo different", "echo nothing"))
+    pins = f"# samebits==0.1.0\nclick==8.1.8  # files {FILES}\n"
+    with refusing() as caught:
+        verify(altered(BUNDLE, tmp_path / "b.zip", lambda _: pins), rebuild=True, **WHERE)
+    assert caught.value.exit_code == ExitCode.INTERNAL  # type: ignore[attr-defined]
+    with refusing():
+        verify(altered(BUNDLE, tmp_path / "c.zip", lambda text: f"{text}torch 3\n"), rebuild=True, **WHERE)
+
+
 @pytest.mark.parametrize(
     ("program", "change"),
     [
         pytest.param(REFUSES.replace("COMMAND", "venv"), str, id="no Python"),
         pytest.param(REFUSES.replace("COMMAND", "pip"), str, id="no version"),
         pytest.param(UV, lambda text: f"{text}# mine==3\n", id="from a folder"),
-        pytest.param(UV, lambda _: f"click==8.1.8  # files {FILES[::-1]}\n", id="another build"),
+        pytest.param(UV, lambda _: f"click==8.1.8  # files {FILES[::-1]}\n# samebits==1\n", id="another build"),
     ],
 )
 def test_what_cannot_be_had_is_named(
