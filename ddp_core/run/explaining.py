@@ -38,7 +38,7 @@ def explained(mini: Miniature, layout: Layout, folder: Path, single: Repeated, s
 
 
 def _operation(mini: Miniature, layout: Layout, folder: Path, step: int) -> str:
-    """The first operation of the step that has another result on the layout than in one process, after a comma.
+    """The first operation of the step that has another result on the layout than in one process, as an addition.
 
     Empty where that cannot be said.
     """
@@ -50,7 +50,7 @@ def _operation(mini: Miniature, layout: Layout, folder: Path, step: int) -> str:
         if mini.training(where, place, asked, cuda_graph=False).wait(LIMIT).code:
             return ""
     found = first_other_operation(places[0] / "notes", places[1] / "notes", layout.world_size)
-    return f", with {found}" if found else ""
+    return f"; there {found} differs first" if found else ""
 
 
 def _causes(mini: Miniature, layout: Layout, folder: Path, single: Repeated) -> Iterator[str]:
@@ -64,7 +64,7 @@ def _causes(mini: Miniature, layout: Layout, folder: Path, single: Repeated) -> 
     again = mini.training(alone, folder / "again", workers=0).wait(LIMIT)
     other = other_bits(single, again)
     if again.code or other is not None:
-        operation = "" if other is None else _operation(mini, alone, folder, other[0])
+        operation = "" if again.code or other is None else _operation(mini, alone, folder, other[0])
         yield (
             f"One process trained twice has other bits, too{operation}: something draws "
             "from a source of true randomness, reads a clock, or keeps what an earlier run left; let it follow from "

@@ -181,6 +181,8 @@ def witnessed(request: Request, folder: Path, run: str, step: int, file: str) ->
         return Training(elsewhere(request, layout, place / name, asked, **options), place / name).wait(LIMIT)
 
     one = Layout(device=request.layout.device)
+    # What is dealt by speed is dealt anew after more steps than these.
+    there = request.layout.model_copy(update={"dealt": None}) if request.layout.dealt == "auto" else request.layout
     try:
         repeated = again(one, "once", workers=0)
         seconds = time.monotonic() - began
@@ -200,9 +202,7 @@ def witnessed(request: Request, folder: Path, run: str, step: int, file: str) ->
                 "and others each time: something draws from a source of true randomness or reads a clock, or this "
                 "machine computes wrongly"
             )
-        elif fitting(request.loaded.experiment, request.layout) == request.layout != one and _is_noted(
-            noted, again(request.layout, "there")
-        ):
+        elif fitting(request.loaded.experiment, there) == there != one and _is_noted(noted, again(there, "there")):
             why = f"and {request.layout.label} has those of the run: the result depends on the layout"
         else:
             why = "the same each time: the run kept something that no checkpoint holds, or a machine computed wrongly"

@@ -93,14 +93,12 @@ def build_trainer(job: Job) -> Trainer:
             from ddp_core.trainers.operations import OperationNotes
 
             observers.append(OperationNotes(strategy, job.trial.operations_at, job.trial.noted_in))
-    if job.layout.dealt == "auto" and not job.is_tried:
-        from ddp_core.trainers.dealing import Dealing
-        from ddp_core.trainers.distributed import DistributedStrategy
-
-        assert isinstance(strategy, DistributedStrategy)
-        observers.append(Dealing(strategy, clock, steps))
     # Anybody may freeze parameters before a step; that counts from this step on.
     observers += [saving, *job.observers, Retraining(strategy)]
+    if job.layout.dealt == "auto" and not job.is_tried:
+        from ddp_core.trainers.dealing import Dealing
+
+        observers.append(Dealing(strategy, clock, steps))
     together = StepObservers(observers)
     losses.tell_wait = together.before_wait
     loop = Loop(strategy, update, steps, together, partial(end_or_skip, job, batches, saving))

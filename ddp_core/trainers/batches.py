@@ -39,7 +39,7 @@ class Batches:
     ) -> None:
         self.cut = self._before = cut
         self._since = 0
-        """From this step on micro-batches are dealt by `cut`."""
+        """From this step on micro-batches are dealt by `cut`; losses of steps before may be read later."""
         self.samples = samples
         self.order = GlobalOrder(samples, experiment.seed)
         self._seed = experiment.seed

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.trainers.clock import StepClock
-from ddp_core.trainers.distributed import DistributedStrategy
 from ddp_core.trainers.steps import Steps
+from ddp_core.trainers.strategy import Strategy
 
 MEASURED = 20
 """After so many steps of this start micro-batches are dealt anew, once."""
@@ -20,9 +20,9 @@ _PARTS = ("data", "forward", "backward")
 class Dealing(StepObserver):
     """Measures the first steps, in equal shares, and then deals micro-batches so that all ranks end at one time."""
 
-    def __init__(self, strategy: DistributedStrategy, clock: StepClock, steps: Steps) -> None:
+    def __init__(self, strategy: Strategy, clock: StepClock, steps: Steps) -> None:
         self._strategy, self._clock, self._steps = strategy, clock, steps
-        self._seen, self._micro_batches, self._before = 0, 0, 0.0
+        self._seen, self._micro_batches, self._before, self._is_dealt = 0, 0, 0.0, False
 
     def settle(self, batch: StepBatch) -> None:
         """Count the step; after the last one that is measured, deal anew."""
@@ -40,8 +40,14 @@ class Dealing(StepObserver):
             f"{', '.join(f'{1000 * each:.3g}' for each in seconds)} ms that one has taken on each"
         )
         job.metrics.write("dealt", step=batch.step + 1, micro_batches=counts, seconds=seconds)
-        if len({*counts}) > 1:
+        if counts != tuple(len(cut.share(rank, cut.global_batch_size)) for rank in range(cut.shares)):
             self._strategy.batches.deal(counts, batch.step + 1)
+            self._is_dealt = True
+
+    def before_step(self, batch: StepBatch) -> None:
+        """After micro-batches were dealt, add up gradients as they are dealt now."""
+        if self._is_dealt:
+            self._is_dealt = False
             self._strategy.retrain()
 
     def _computed(self) -> float:

@@ -96,8 +96,8 @@ class GraphedPasses(Passes):
         return self._replayed
 
     def forget(self) -> None:
-        """Record anew: the reduction has other memory for batch-norm statistics."""
-        self._recorded = None
+        """Record anew, in a pool of memory of its own: the reduction has other memory for batch-norm statistics."""
+        self._recorder, self._recorded = CudaRecorder(self._device), None
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         """Add the gradient of a micro-batch's loss, times its `loss_weight`, to every `.grad`."""

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,8 +150,9 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
         differing = list(not_repeatable(runs[1], runner.run(1, Task(options.steps))))
         if differing:
             noted = Task(options.steps, operations=True)
-            operation = other_operation(runner.run(1, noted), runner.run(1, noted))
-            differing = [replace(each, evidence=each.evidence + operation) for each in differing]
+            with suppress(UserError):  # what differs is found in any case
+                operation = other_operation(runner.run(1, noted), runner.run(1, noted))
+                differing = [replace(each, evidence=each.evidence + operation) for each in differing]
         found += differing
         repeatable = not differing
         for ranks, run in runs.items():

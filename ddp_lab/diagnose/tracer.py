@@ -41,13 +41,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddp_core.base.digests import optimizer_digest
+from ddp_core.data.trees import map_tensors
 from ddp_core.observe.operations import Operations
 from ddp_lab.diagnose.loaders import Loaders
 from ddp_lab.diagnose.loss_weights import LossWeights
 from ddp_lab.diagnose.recorder import Recorder, changed, digest, generators, place, rows, site, tensors_of, wrap
 from ddp_lab.diagnose.silence import answer_where
 from ddp_lab.diagnose.task import Task, ended_file, task
-from ddp_lab.diagnose.union import Batches, together
+from ddp_lab.diagnose.union import Batches
 from ddp_lab.diagnose.updates import Schedules, Watched, settings
 
 LONGER = 6
@@ -145,6 +146,8 @@ class Tracer:
                 (words, named), is_another = self._batches.in_forward((words, named))
             if self._task.operations:
                 self._operations.append(Operations(module))
+                self._operations[-1].note("the weights", list(module.parameters()))
+                self._operations[-1].note("the batch", [words, named])
             with self._operations[-1] if self._task.operations else nullcontext():
                 result = call(module, *words, **named)
             if not isinstance(self._wrapped, nn.Module):
@@ -158,15 +161,25 @@ class Tracer:
                 draws=changed(before, generators()),
             )
             if is_another:
-                # A loss that is computed of it here has the targets of the script's own batch; one inside has not.
-                result = together([result])
-                for each in tensors_of([result]):
-                    if each.dim() and each.requires_grad:
-                        each.register_hook(lambda gradient: self._recorder.write("outside"))
+                result = self._told_if_used(result)
             self._made += tensors_of([result] if self._batches is not None else [])
             return result
         finally:
             self._root = self._wrapped = None
+
+    def _told_if_used(self, result: Any) -> Any:
+        """The result, of which it is told where a loss is computed: that has the targets of the script's own batch."""
+
+        def told(tensor: Tensor) -> Tensor:
+            if not tensor.dim() or not tensor.requires_grad:
+                return tensor
+            copy = tensor.clone()
+            copy.register_hook(lambda gradient: self._recorder.write("outside"))
+            return copy
+
+        if not any(True for _ in tensors_of([result])):  # an object of a kind that cannot be looked into
+            self._recorder.write("outside")
+        return map_tensors(told, result)
 
     def _note_buffers(self, module: nn.Module) -> None:
         self._buffer_digests = {_plain(name): digest(buffer) for name, buffer in module.named_buffers()}

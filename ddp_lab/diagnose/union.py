@@ -104,7 +104,7 @@ class Batches:
         if not (ranks := len(list(self._folder.glob(f"{source}-0-*")))):
             return batch
         places = [divmod(index, ranks)] if self._given == ONE_BY_ONE else [(index, rank) for rank in range(ranks)]
-        return together([pickle.loads(self._file(source, *each).read_bytes()) for each in places])
+        return _together([pickle.loads(self._file(source, *each).read_bytes()) for each in places])
 
     def _file(self, source: str, index: int, rank: int) -> Path:
         return self._folder / f"{source}-{index}-{rank}"
@@ -123,17 +123,17 @@ def _with(place_of: int, name: str, value: Any) -> Callable[..., Any]:
     return around
 
 
-def together(parts: Sequence[Any]) -> Any:
+def _together(parts: Sequence[Any]) -> Any:
     """One batch of the samples of all parts. Raises ValueError for what is neither the same in all nor of samples."""
     first = parts[0]
     if isinstance(first, Tensor) and first.dim():
         return torch.cat(list(parts))
     if isinstance(first, Mapping):
-        made = {key: together([each[key] for each in parts]) for key in first}
+        made = {key: _together([each[key] for each in parts]) for key in first}
         return made if type(first) is dict else type(first)(made)  # type: ignore[call-arg]
     if isinstance(first, list | tuple):
         if any(isinstance(each, Tensor | Mapping | list | tuple) for each in first):
-            members = [together(list(each)) for each in zip(*parts, strict=True)]
+            members = [_together(list(each)) for each in zip(*parts, strict=True)]
         elif all(each == first for each in parts) and isinstance(first, tuple):
             return first
         else:

@@ -163,7 +163,7 @@ def _other_places(output: Path) -> set[Path]:
 def _read(path: Path, name: str, record: RecordedRun) -> Run:
     # A record has more than these fields, and an older one fewer.
     found = record["layout"].items()
-    layout = Layout.model_validate({name: each for name, each in found if name in Layout.model_fields})
+    layout = Layout.model_validate({field: each for field, each in found if field in Layout.model_fields})
     metrics, problem = _metrics(path / "metrics.jsonl")
     drawn = curves(metrics)
     status, wrong = _status(path, record), _weights_problem(path, record)

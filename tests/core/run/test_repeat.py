@@ -161,7 +161,7 @@ def test_a_healthy_run_is_rehearsed_once_and_has_a_witness(tmp_path: Path, words
     [
         pytest.param(CUT_BY_A_NORM, (*TWO, "--shard", "optimizer"), FIRST, id="a rule that is not elementwise"),
         pytest.param(RANKS_IN_RATE, TWO, FIRST, id="the number of ranks", marks=full),
-        (SCALED_BY_RANK, TWO, "with the result of aten.mul.Tensor in 1 (Scale), in micro-batch"),
+        (SCALED_BY_RANK, TWO, "; there the result of aten.mul.Tensor in 1 (Scale), in micro-batch"),
         pytest.param(DATA_OF_THE_DAY, (), TWICE, id="data of the clock, in days", marks=full),
         pytest.param(
             *(CHANGED_AFTER_A_STEP, (*TWO, "--workers", "2"), "With --workers 0 all steps are the same"),

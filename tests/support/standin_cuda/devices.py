@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -96,7 +97,8 @@ def replace_devices() -> None:
     cuda.StreamContext, cuda.stream, cuda.set_stream = streams.StreamContext, streams.stream, streams.set_stream
     cuda.current_stream, cuda.default_stream = streams.current_stream, streams.default_stream
     cuda.CUDAGraph = cuda.graphs.CUDAGraph = graphs.CUDAGraph
-    cuda.graph_pool_handle = cuda.graphs.graph_pool_handle = lambda: (0, 1)
+    pools = itertools.count(1)
+    cuda.graph_pool_handle = cuda.graphs.graph_pool_handle = lambda: (0, next(pools))
     cuda.is_current_stream_capturing = cuda.graphs.is_current_stream_capturing = lambda: (
         WORLD.here.recording is not None
     )
