@@ -31,10 +31,10 @@ from torch.utils.data import DataLoader, RandomSampler, Subset
 from benchmarks.record import record
 from benchmarks.turns import Seconds, Turn, take_turns
 from ddp_core.base.process import keep_freed_memory
+from ddp_core.base.trees import StepIds
 from ddp_core.data.loader import Loader
 from ddp_core.data.prefetching import made_ahead
 from ddp_core.data.splits import ByteImages
-from ddp_core.data.trees import StepIds
 from ddp_core.sampler import GlobalOrder
 
 GLOBAL_BATCH, MICRO_BATCH = 256, 32

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,26 @@ def record(
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(record_text(content) + "\n")
     return target
+
+
+def measure_and_record(
+    name: str, doc: str | None, measure: Callable[[int, int], Any], epochs: int, quick_epochs: int
+) -> None:
+    """The command line of a benchmark that trains `epochs` in each round: measures, and records the results.
+
+    `doc` is the text of its `--help`, and `quick_epochs` are those of `--quick`.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=epochs)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="a short round; recorded with --json only")
+    parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
+    given = parser.parse_args()
+    epochs, rounds = (quick_epochs, 1) if given.quick else (given.epochs, given.rounds)
+    results = measure(epochs, rounds)
+    if given.json or not given.quick:
+        command = f"python -m benchmarks.{name} --epochs {epochs} --rounds {rounds}"
+        print(f"recorded in {record(name, command, results, given.json, rounds)}")
 
 
 def recorded(name: str) -> dict[str, Any] | None:

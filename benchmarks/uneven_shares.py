@@ -10,7 +10,6 @@ that rotates. All must end with the same weights.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -21,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.record import record
+from benchmarks.record import measure_and_record
 from benchmarks.turns import rotated
 from ddp_core.distributed.world import World, free_port
 
@@ -82,20 +81,5 @@ def measure(epochs: int, rounds: int) -> dict[str, Any]:
     return {"epochs": epochs, "ideal": IDEAL, "load_average": os.getloadavg(), "ways": table}
 
 
-def main() -> None:
-    """Measure and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="a round of three epochs; recorded with --json only")
-    parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
-    arguments = parser.parse_args()
-    epochs, rounds = (3, 1) if arguments.quick else (arguments.epochs, arguments.rounds)
-    results = measure(epochs, rounds)
-    if arguments.json or not arguments.quick:
-        command = f"python -m benchmarks.uneven_shares --epochs {epochs} --rounds {rounds}"
-        print(f"recorded in {record('uneven_shares', command, results, arguments.json, rounds)}")
-
-
 if __name__ == "__main__":
-    main()
+    measure_and_record("uneven_shares", __doc__, measure, epochs=20, quick_epochs=3)

@@ -17,7 +17,6 @@ the bare script makes no digest, log, record or manifest.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -28,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.record import record
+from benchmarks.record import measure_and_record
 from benchmarks.turns import rotated
 
 PHASES = ("start", "steps", "after", "end", "whole")
@@ -106,20 +105,5 @@ def ratio(runs: list[dict[str, float]], base: list[dict[str, float]]) -> float:
     return median(run["whole"] / other["whole"] for run, other in zip(runs, base, strict=True))
 
 
-def main() -> None:
-    """Measure and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=25)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="a round of one epoch; recorded with --json only")
-    parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
-    arguments = parser.parse_args()
-    epochs, rounds = (1, 1) if arguments.quick else (arguments.epochs, arguments.rounds)
-    results = measure(epochs, rounds)
-    if arguments.json or not arguments.quick:
-        command = f"python -m benchmarks.whole_run --epochs {epochs} --rounds {rounds}"
-        print(f"recorded in {record('whole_run', command, results, arguments.json, rounds)}")
-
-
 if __name__ == "__main__":
-    main()
+    measure_and_record("whole_run", __doc__, measure, epochs=25, quick_epochs=1)

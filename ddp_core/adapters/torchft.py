@@ -196,7 +196,6 @@ class _Shares(ContiguousShares):
     def meet(self, replicas: Any, weights: bytes) -> None:
         """Share between these replicas from now on."""
         self._rank, self._world_size = replicas.rank(), replicas.size()
-        self._dealt = self._world_size
         self._messages.meet(replicas, weights)
 
     def norm(self) -> Tensor:

@@ -53,8 +53,8 @@ def mix(*words: int) -> int:
 def share_of(count: int, rank: int, parts: int | Sequence[int]) -> range:
     """The numbers below `count` that belong to `rank`: contiguous, in rank order.
 
-    `parts`: the number of ranks, whose sizes then differ by one at most; or for each rank how many parts of the whole
-    it gets, as (3, 1). With `count` below the number of ranks some get an empty range, and else none.
+    `parts`: the number of ranks, whose shares then differ by one at most; or one number for each rank, as (3, 1): then
+    rank 0 has about three of four. A rank has an empty range only where `count` is below the number of ranks.
     """
     if isinstance(parts, int):
         return range(rank * count // parts, (rank + 1) * count // parts)

@@ -105,12 +105,13 @@ def _lend(children: Children, wanted: Mapping[str, Pin]) -> Path:
             for told in metadata.distribution(name).files or []:
                 if told.name == "METADATA":
                     (lent / Path(told).parent.name).symlink_to(Path(str(told.locate())).parent)
-            tell_children_of_code()
+    if any(lent.iterdir()):
+        tell_children_of_code()
     return lent
 
 
 def _verify(children: Children, command: list[str], path: Path) -> int:
-    """Run the command with what is lent, and print what it prints, as it comes."""
+    """Run the command, whose Python finds what is lent at `path`; print each of its lines at once, return its code."""
     # The folder that this is called in may have a ddp_core, too, as a clone has.
     ours = {"PYTHONPATH": str(path), "PYTHONSAFEPATH": "1", "TMPDIR": str(children.folder)}
     process = children.start(command, env={**os.environ, **ours}, stdout=subprocess.PIPE, text=True, errors="replace")

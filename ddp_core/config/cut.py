@@ -73,7 +73,12 @@ class BatchCut:
     @property
     def accumulation_steps(self) -> int:
         """The most micro-batches that one rank or replica computes in one step."""
-        return max(len(self.share(index, self.global_batch_size)) for index in range(self.shares))
+        return max(self.counts)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many micro-batches of a whole global batch each rank or replica computes."""
+        return tuple(len(self._numbers(index, self.micro_batches)) for index in range(self.shares))
 
     def count(self, samples: int) -> int:
         """The number of micro-batches in a step of `samples` samples; an incomplete last batch has fewer."""
@@ -89,18 +94,20 @@ class BatchCut:
     def share(self, index: int, samples: int) -> list[MicroBatch]:
         """The micro-batches of rank or replica `index` in a step of `samples` samples, in order; perhaps none."""
         parts = self.parts(samples)
+        return [parts[number] for number in self._numbers(index, len(parts))]
+
+    def _numbers(self, index: int, count: int) -> range:
+        """The numbers of these among `count` micro-batches."""
         if self.is_strided:
-            return parts[index :: self.shares]
-        own = share_of(len(parts), index, self.dealt or self.shares)
-        return parts[own.start : own.stop]
+            return range(index, count, self.shares)
+        return share_of(count, index, self.dealt or self.shares)
 
     def describe(self) -> str:
         """The batch arithmetic in one line, printed at the start of a run."""
-        counts = [len(self.share(index, self.global_batch_size)) for index in range(self.shares)]
         each = (
-            f"{' + '.join(map(str, counts))} per step on the ranks"
+            f"{' + '.join(map(str, self.counts))} per step on the ranks"
             if self.dealt
-            else f"{max(counts)} per step on each of {self.shares}"
+            else f"{self.accumulation_steps} per step on each of {self.shares}"
         )
         return (
             f"global batch {self.global_batch_size} = {self.micro_batches} micro-batches x {self.micro_batch} samples, "

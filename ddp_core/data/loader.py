@@ -19,9 +19,7 @@ from torch.utils.data import default_collate
 from ddp_core.base.errors import UserError
 from ddp_core.base.keyed_draws import key_draws
 from ddp_core.base.seeds import mix, sample_uniforms
-from ddp_core.base.user_code import user_code
-from ddp_core.data.splits import Dataset, InMemory, Staged
-from ddp_core.data.trees import (
+from ddp_core.base.trees import (
     Batch,
     Collate,
     Key,
@@ -32,6 +30,8 @@ from ddp_core.data.trees import (
     structure_difference,
     structure_of,
 )
+from ddp_core.base.user_code import user_code
+from ddp_core.data.splits import Dataset, InMemory, Staged
 from ddp_core.sampler import Ids
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Loader:
 
     The tensors of a micro-batch begin at a multiple of 64 bytes, as torch's own do: alignment decides which vector
     instructions run, and so the last bits. Data sets need `__len__` and `__getitem__(index) -> (inputs, targets)`, two
-    trees of tensors (`ddp_core.data.trees`), or whatever `collate` takes. A data set with `__getitems__(ids)` is asked
+    trees of tensors (`ddp_core.base.trees`), or whatever `collate` takes. A data set with `__getitems__(ids)` is asked
     for a whole micro-batch at once; it returns torch's list of samples, or a tuple of two trees of batch tensors, which
     leaves nothing to collate. A data set with `set_epoch(epoch)` is told the epoch before each micro-batch, in the
     process that fetches it; held-out samples are always those of epoch 0.

@@ -24,8 +24,8 @@ from ddp_core.base.errors import ExitCode, UserError, one_line
 from ddp_core.base.process import die_with_parent
 from ddp_core.base.refusals import MORE_SHARED_MEMORY, human_bytes, refusal, require_open_files
 from ddp_core.base.torch_internals import end_loader_workers
+from ddp_core.base.trees import Batch, StepIds, Tree, as_it_is, map_tensors, tensors_of
 from ddp_core.base.user_code import LeftEarly, RaisedElsewhere, told, user_code
-from ddp_core.data.trees import Batch, StepIds, Tree, as_it_is, map_tensors, tensors_of
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")

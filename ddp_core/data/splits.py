@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data import Dataset as TorchDataset
 
 from ddp_core.base.errors import UserError
-from ddp_core.data.trees import Collate, Tree, structure_of
+from ddp_core.base.trees import Collate, Tree, structure_of
 from ddp_core.sampler import Ids
 
 if TYPE_CHECKING:

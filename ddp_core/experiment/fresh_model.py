@@ -20,11 +20,11 @@ from torch.nn.parameter import is_lazy
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import generators_kept
 from ddp_core.base.torch_internals import buffers_of
+from ddp_core.base.trees import Tree, call, map_tensors
 from ddp_core.base.user_code import user_code
 from ddp_core.config.experiment import Experiment
 from ddp_core.data.loader import Loader
 from ddp_core.data.splits import Splits
-from ddp_core.data.trees import Tree, call, map_tensors
 from ddp_core.experiment.file import in_one_line, place_of
 from ddp_core.model.forward_state import ForwardState
 from ddp_core.reduction.batch_statistics import BatchNorm

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from ddp_core.base.trees import tensors_of
 from ddp_core.base.user_code import users
-from ddp_core.data.trees import tensors_of
 
 _CALL: Any = nn.Module.__call__
 _WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.", "ddp_core.trainers.")

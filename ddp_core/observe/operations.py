@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_core.base.digests import checksum
 from ddp_core.base.torch_internals import TorchDispatchMode
+from ddp_core.base.trees import tensors_of
 
 Noted = Sequence[Sequence[str]]
-"""What was computed, in words, and its checksum, in its order."""
+"""In the order in which it was computed: what, in words, and the checksum of the result."""
 
 
 class Operations(TorchDispatchMode):
@@ -52,27 +53,19 @@ class Operations(TorchDispatchMode):
 
     def _end(self, part: nn.Module, inputs: Any, outputs: Any) -> None:
         where = self._within.pop()
-        for output in _tensors_of(outputs):
+        for output in tensors_of(outputs):
             if output.requires_grad:
                 output.register_hook(partial(self.note, f"the gradient that comes back to {where}"))
 
     def note(self, what: str, result: Any) -> None:
         """Note tensors that were computed, or given."""
-        self.noted += [(what, checksum(each)) for each in _tensors_of(result)]
+        self.noted += [(what, checksum(each)) for each in tensors_of(result)]
 
 
 def differing(ours: Noted, theirs: Noted) -> Iterator[str]:
-    """What has another checksum in `theirs`, in words, as far as the same is computed; from the first on."""
+    """What both have computed with unlike results, in words and in its order; ends where the two part."""
     for (what, one), (other, another) in zip(ours, theirs, strict=False):
         if what != other:
             return
         if one != another:
             yield what
-
-
-def _tensors_of(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping | list | tuple):
-        for part in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _tensors_of(part)

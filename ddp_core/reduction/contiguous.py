@@ -40,7 +40,7 @@ class ContiguousShares:
 
     def share(self, micro_batches: int) -> range:
         """The micro-batches of a step that this rank computes, in order."""
-        return share_of(micro_batches, self._rank, self._dealt)
+        return share_of(micro_batches, self._rank, self._dealt or self._world_size)
 
     def begin(self, micro_batches: int) -> None:
         """Start a step."""

@@ -59,7 +59,7 @@ class OrderedSum:
     ) -> None:
         self._group = group
         self.rank, self.world_size = (group.rank(), group.size()) if group is not None else (0, 1)
-        self.parts = parts or self.world_size
+        self.parts = parts
         self.groups = groups_of(nodes or ())
         """The ranks that add up among themselves first, where that is done in two levels."""
         self._exchanges: dict[str, tuple[Exchange, TwoLevels | None]] = {}
@@ -77,7 +77,7 @@ class OrderedSum:
 
         Every rank must run each phase of one sum before the same phase of the next.
         """
-        plan = plan_for(micro_batches, self.parts)
+        plan = plan_for(micro_batches, self.parts or self.world_size)
         if len(own) != len(plan.spans[self.rank]):
             raise ValueError(f"rank {self.rank} owns the subtrees {plan.spans[self.rank]}, got {len(own)} tensors")
         if self._group is None or self.world_size == 1:

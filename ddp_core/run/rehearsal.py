@@ -140,13 +140,17 @@ def fitting(experiment: Experiment, wanted: Layout) -> Layout | None:
     # As many ranks may share a GPU as the run itself has on one.
     places = max(torch.cuda.device_count(), wanted.nproc_per_node) if wanted.device == "cuda" else _MOST_RANKS
     for count in range(min(_MOST_RANKS, places, wanted.nnodes * wanted.nproc_per_node), 0, -1):
-        # What is measured is dealt after more steps than these.
-        dealt = wanted.dealt if count == wanted.shares and wanted.dealt != "auto" else None
-        layout = wanted.model_copy(update={"nnodes": 1, "nproc_per_node": count, "dealt": dealt})
+        dealt = wanted.dealt if count == wanted.shares else None
+        layout = _unmeasured(wanted.model_copy(update={"nnodes": 1, "nproc_per_node": count, "dealt": dealt}))
         with contextlib.suppress(UserError):
             if layout.shares <= BatchCut.of(experiment, layout).micro_batches:
                 return layout
     return None
+
+
+def _unmeasured(layout: Layout) -> Layout:
+    """The layout as a trial has it, which ends before speeds are measured and micro-batches dealt by them."""
+    return layout.model_copy(update={"dealt": None}) if layout.dealt == "auto" else layout
 
 
 def _key(request: Request, layout: Layout, splits: Splits) -> str | None:
@@ -181,8 +185,7 @@ def witnessed(request: Request, folder: Path, run: str, step: int, file: str) ->
         return Training(elsewhere(request, layout, place / name, asked, **options), place / name).wait(LIMIT)
 
     one = Layout(device=request.layout.device)
-    # What is dealt by speed is dealt anew after more steps than these.
-    there = request.layout.model_copy(update={"dealt": None}) if request.layout.dealt == "auto" else request.layout
+    there = _unmeasured(request.layout)
     try:
         repeated = again(one, "once", workers=0)
         seconds = time.monotonic() - began

@@ -12,11 +12,11 @@ import numpy as np
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import micro_batch_words
+from ddp_core.base.trees import Batch, Key, StepIds
 from ddp_core.config.cut import BatchCut, MicroBatch
 from ddp_core.config.experiment import Experiment
 from ddp_core.data.loader import Loader
 from ddp_core.data.splits import Weights
-from ddp_core.data.trees import Batch, Key, StepIds
 from ddp_core.observe.step import StepBatch
 from ddp_core.sampler import GlobalOrder, Ids
 

@@ -26,8 +26,8 @@ from ddp_core.base.digests import checksum
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import MicroBatchSeed, share_of
 from ddp_core.base.torch_internals import foreach_copy_, is_compiled, share_hooks
+from ddp_core.base.trees import Batch, map_tensors, tensors_of
 from ddp_core.config.cut import BatchCut
-from ddp_core.data.trees import Batch, map_tensors, tensors_of
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
 from ddp_core.reduction.refusal import DependsOnLayout

@@ -14,7 +14,7 @@ MEASURED = 20
 _WARM = 5
 """So many steps at first do not count."""
 _PARTS = ("data", "forward", "backward")
-"""What a step costs more of where a rank has more micro-batches."""
+"""The parts of a step that take a rank longer, the more micro-batches it has."""
 
 
 class Dealing(StepObserver):
@@ -40,7 +40,7 @@ class Dealing(StepObserver):
             f"{', '.join(f'{1000 * each:.3g}' for each in seconds)} ms that one has taken on each"
         )
         job.metrics.write("dealt", step=batch.step + 1, micro_batches=counts, seconds=seconds)
-        if counts != tuple(len(cut.share(rank, cut.global_batch_size)) for rank in range(cut.shares)):
+        if counts != cut.counts:
             self._strategy.batches.deal(counts, batch.step + 1)
             self._is_dealt = True
 

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.base.seeds import EvaluationSeed
+from ddp_core.base.trees import Collate, Tree
 from ddp_core.base.user_code import user_code
 from ddp_core.config.experiment import Evaluation
 from ddp_core.data.loader import Loader
 from ddp_core.data.splits import Dataset, Weights
-from ddp_core.data.trees import Collate, Tree
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.model.losses import Loss
 from ddp_core.reduction.watching import WrittenParameters

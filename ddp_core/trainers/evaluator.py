@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import EvaluationSeed
+from ddp_core.base.trees import Tree
 from ddp_core.data.splits import first_items
-from ddp_core.data.trees import Tree
 from ddp_core.observe.metrics import readable
 from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.reduction.refusal import DependsOnLayout

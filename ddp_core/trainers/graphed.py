@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import generators_kept
 from ddp_core.base.torch_internals import foreach_add_, foreach_copy_
+from ddp_core.base.trees import Tree, map_tensors, tensors_of
 from ddp_core.config.experiment import Experiment
-from ddp_core.data.trees import Tree, map_tensors, tensors_of
 from ddp_core.model.losses import Loss
 from ddp_core.reduction import take_gradients
 from ddp_core.trainers.passes import Passes

@@ -31,7 +31,7 @@ class Trial:
     noted_in: Path | None = None
     """The file in which each rank notes what each step has made of the state; None where nobody compares it."""
     operations_at: int | None = None
-    """The step of which beside it the operations are noted, too."""
+    """The step whose operations are noted in files beside it; None: no step's."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ddp_core.base.digests import checksum
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import generators_kept
+from ddp_core.base.trees import map_tensors, tensors_of
 from ddp_core.base.user_code import user_code
-from ddp_core.data.trees import map_tensors, tensors_of
 from ddp_core.distributed.process_group import Collectives
 
 if TYPE_CHECKING:

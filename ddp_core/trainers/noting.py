@@ -65,7 +65,7 @@ class StepNotes(StepObserver):
         self._in_parts, self._in_miniature = job.layout.saves_in_parts, job.trial.in_miniature
         alone = [name for name, callback in state.named_callbacks() if callback.ranks == "first" and not job.is_first]
         self._left_out = tuple(f"callbacks.{name}." for name in alone)
-        self._file = _of_rank(file, job.collectives.world.rank).open("a", encoding="utf-8")
+        self._file = of_rank(file, job.collectives.world.rank).open("a", encoding="utf-8")
 
     def after_step(self, batch: StepBatch) -> None:
         has_all = self._is_first or self._state.ownership.has_whole_weights
@@ -85,14 +85,15 @@ def group_numbers(groups: Sequence[Mapping[str, Any]], start: str) -> Iterator[t
         yield from ((f"{start}{number}.{name}", each) for name, each in named_tensors(plain))
 
 
-def _of_rank(file: Path, rank: int) -> Path:
+def of_rank(file: Path, rank: int) -> Path:
+    """The file of this rank, where `file` stands for those of all ranks."""
     return file.with_name(f"{file.name}-{rank}")
 
 
 def read_notes(file: Path, rank: int) -> dict[int, Sums]:
     """The checksums that a rank has noted, by the number of steps done; empty where it has noted none."""
     try:
-        lines = [json.loads(line) for line in _of_rank(file, rank).read_text(encoding="utf-8").splitlines()]
+        lines = [json.loads(line) for line in of_rank(file, rank).read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
         return {}
     return dict(lines)

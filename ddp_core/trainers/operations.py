@@ -1,4 +1,4 @@
-"""What each operation of one step has computed, noted in a trial; and the first that differs between two."""
+"""Notes in a trial what each operation of one step has computed, and finds the first that differs between two."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ddp_core.observe.operations import Operations, differing
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
+from ddp_core.trainers.noting import of_rank
 from ddp_core.trainers.strategy import Strategy
 
 
@@ -20,7 +21,7 @@ class OperationNotes(StepObserver):
 
     def __init__(self, strategy: Strategy, step: int, file: Path) -> None:
         self._strategy, self._step = strategy, step
-        self._file = file_of(file, strategy.job.collectives.world.rank)
+        self._file = _file_of(file, strategy.job.collectives.world.rank)
         self._noted: list[Operations] = []
 
     def before_step(self, batch: StepBatch) -> None:
@@ -41,9 +42,9 @@ class OperationNotes(StepObserver):
             self._file.write_text(json.dumps({part.index: each.noted for part, each in noted}))
 
 
-def file_of(file: Path, rank: int) -> Path:
-    """The file of this rank, where `file` is that of the notes of all ranks."""
-    return file.with_name(f"{file.name}-operations-{rank}")
+def _file_of(notes: Path, rank: int) -> Path:
+    """The file of this rank, beside its notes of the steps."""
+    return of_rank(notes.with_name(f"{notes.name}-operations"), rank)
 
 
 def first_other_operation(single: Path, several: Path, ranks: int) -> str:
@@ -51,9 +52,9 @@ def first_other_operation(single: Path, several: Path, ranks: int) -> str:
 
     `single` and `several` are the files of the notes. What only one of them has computed is not compared.
     """
-    alone = json.loads(file_of(single, 0).read_text())
+    alone = json.loads(_file_of(single, 0).read_text())
     for rank in range(ranks):
-        for micro_batch, noted in json.loads(file_of(several, rank).read_text()).items():
+        for micro_batch, noted in json.loads(_file_of(several, rank).read_text()).items():
             for what in differing(alone[micro_batch], noted):
                 return f"{what}, in micro-batch {micro_batch}" + f" on rank {rank}" * (ranks > 1)
     return ""

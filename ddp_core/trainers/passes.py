@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.torch_internals import backward_from
+from ddp_core.base.trees import Tree, call, map_tensors
 from ddp_core.base.user_code import user_code
 from ddp_core.config.experiment import Experiment, Schedule, called
-from ddp_core.data.trees import Tree, call, map_tensors
 from ddp_core.model.builders import laid_out
 from ddp_core.model.losses import Loss
 from ddp_core.trainers.train_state import TrainState

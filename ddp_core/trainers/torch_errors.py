@@ -10,7 +10,7 @@ import re
 import torch
 from torch import Tensor
 
-from ddp_core.data.trees import Tree, map_tensors, tensors_of
+from ddp_core.base.trees import Tree, map_tensors, tensors_of
 from ddp_core.observe.step import StepBatch
 
 _OUT_OF_RANGE = re.compile(r"Target (-?\d+) is out of bounds")

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import generators_kept
+from ddp_core.base.trees import Collate, Tree
 from ddp_core.config.experiment import Evaluation, called
 from ddp_core.data.splits import Dataset, first_items
-from ddp_core.data.trees import Collate, Tree
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.model.forward_state import ForwardState

@@ -31,7 +31,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddp_core.base.digests import optimizer_digest
-from ddp_core.data.trees import map_tensors
+from ddp_core.base.trees import map_tensors
 from ddp_core.observe.operations import Operations
 from ddp_lab.diagnose.loaders import Loaders
 from ddp_lab.diagnose.loss_weights import LossWeights
@@ -144,11 +144,7 @@ class Tracer:
             is_another = False
             if self._batches is not None and not any(each.requires_grad for each in tensors_of([words, named])):
                 (words, named), is_another = self._batches.in_forward((words, named))
-            if self._task.operations:
-                self._operations.append(Operations(module))
-                self._operations[-1].note("the weights", list(module.parameters()))
-                self._operations[-1].note("the batch", [words, named])
-            with self._operations[-1] if self._task.operations else nullcontext():
+            with self._noting(module, [words, named]):
                 result = call(module, *words, **named)
             if not isinstance(self._wrapped, nn.Module):
                 self._note_buffers(module)
@@ -166,6 +162,15 @@ class Tracer:
             return result
         finally:
             self._root = self._wrapped = None
+
+    def _noting(self, module: nn.Module, batch: Any) -> AbstractContextManager[Any]:
+        """A block for a forward, whose operations are noted where that is asked for."""
+        if not self._task.operations:
+            return nullcontext()
+        self._operations.append(operations := Operations(module))
+        operations.note("the weights", list(module.parameters()))
+        operations.note("the batch", batch)
+        return operations
 
     def _told_if_used(self, result: Any) -> Any:
         """The result, of which it is told where a loss is computed: that has the targets of the script's own batch."""

@@ -60,7 +60,7 @@ def wrong_sums(group: dist.ProcessGroup, nodes: Nodes, counts: Sequence[int], na
         leaves = leaves_of(micro_batches, micro_batches, elements, dtype)
         (expected,) = subtrees(leaves, 0, micro_batches)
         for turn, ordered in enumerate(ways):
-            share = share_of(micro_batches, rank, ordered.parts)
+            share = share_of(micro_batches, rank, ordered.parts or world_size)
             own = subtrees(leaves, share.start, share.stop)
             out = own[-1] if own and turn else torch.full_like(expected, float("nan"))
             ordered(own, out, micro_batches)

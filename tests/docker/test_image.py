@@ -88,7 +88,7 @@ def test_nothing_notes_the_day_of_the_build(image: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_two_builds_hold_the_same_files(project: Project, engine: docker.DockerClient) -> None:
-    """Their times need a builder that this engine may not have."""
+    """Contents alone are compared: for equal times it takes a builder that this engine may not have."""
     held = []
     for tag in ("first", "second"):
         project.variables["IMAGE_TAG"] = tag

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from ddp_core.base.digests import optimizer_digest, weights_digest
+from ddp_core.base.trees import StepIds
 from ddp_core.checkpoint import Checkpointer, find_checkpoints, load
 from ddp_core.config.experiment import Evaluation
 from ddp_core.data import prefetching
 from ddp_core.data.augment import Augmentation, crop_and_flip, shift_and_flip, turn_shift_scale
 from ddp_core.data.loader import Loader
 from ddp_core.data.splits import ByteImages
-from ddp_core.data.trees import StepIds
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.model.losses import class_hits, cross_entropy

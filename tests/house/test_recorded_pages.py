@@ -19,7 +19,7 @@ def test_a_page_says_what_is_recorded(page: Path) -> None:
 
 
 def test_every_benchmark_has_a_row() -> None:
-    record_something = re.compile(r"\brecord\(\s*[\"'](\w+)[\"']")
+    record_something = re.compile(r"\b(?:measure_and_)?record\(\s*[\"'](\w+)[\"']")
     benchmarks = {name for file in RESULTS.parent.glob("*.py") for name in record_something.findall(file.read_text())}
     row = re.compile(
         r"^\| `python -m benchmarks\.(\w+)` \| [^|]+ \| \[\1\.json\]\(results/\1\.json\) \|$", re.MULTILINE

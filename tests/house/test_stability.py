@@ -1,4 +1,4 @@
-"""The page on stability names the versions of Python and torch that the code has; its formats: tests/formats."""
+"""The page on stability names the versions of Python and torch that the code has; tests/formats tests its formats."""
 
 from __future__ import annotations
 

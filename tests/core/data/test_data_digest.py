@@ -1,6 +1,6 @@
 """What a data set contains: digested by the builder, by its files, or by a sample; and where it has changed.
 
-Tests data/trees.py, too.
+Tests base/trees.py, too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.digests import tree_digest
+from ddp_core.base.trees import map_tensors, structure_difference, tensors_of
 from ddp_core.data.data_digest import SAMPLED, changed_at, digest_files, digest_items
 from ddp_core.data.splits import InMemory, Splits
-from ddp_core.data.trees import map_tensors, structure_difference, tensors_of
 from ddp_core.record.data import digest_data
 from tests.support.wording import refusing
 

@@ -20,10 +20,10 @@ from torch.utils.data import Subset, get_worker_info
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import replace_file
 from ddp_core.base.seeds import sample_uniforms
+from ddp_core.base.trees import Batch, StepIds
 from ddp_core.data.augment import Augmentation, shift_and_flip
 from ddp_core.data.loader import Loader
 from ddp_core.data.splits import ByteImages, InMemory
-from ddp_core.data.trees import Batch, StepIds
 from tests.support.commands import wait_until
 from tests.support.processes import CONTEXT, HANG
 from tests.support.wording import refusing

@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.trees import Batch, StepIds
 from ddp_core.data import prefetching
 from ddp_core.data.augment import Augmentation, shift_and_flip
 from ddp_core.data.loader import Loader
 from ddp_core.data.prefetching import AHEAD, OnDemand, made_ahead, made_by_workers
 from ddp_core.data.splits import ByteImages
-from ddp_core.data.trees import Batch, StepIds
 from tests.core.data.test_loader import assert_equal
 from tests.support.commands import wait_until
 from tests.support.processes import HANG

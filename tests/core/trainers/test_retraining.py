@@ -13,7 +13,7 @@ from tests.support.wording import refusing
 
 
 class Switches(Callback):
-    """After these steps decides whether the first weight is trained, and notes its values after each step."""
+    """Decides after some steps whether the first weight is trained from then on, and keeps its value after each."""
 
     ranks = "all"
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
-
-from ddp_core.sampler import Ids
 
 Tree = Any
 """What a type checker can say of a tree."""
@@ -21,7 +21,8 @@ Collate = Callable[[list[Any]], Batch]
 """From the samples of one micro-batch, in the sequence of their ids, to its inputs and targets."""
 Key = tuple[int, ...]
 """What the random numbers of a micro-batch follow from (`ddp_core.base.seeds.mix`)."""
-StepIds = tuple[int, Sequence[Ids]] | tuple[int, Sequence[Ids], Sequence[Key]]
+_Ids = NDArray[np.int64]
+StepIds = tuple[int, Sequence[_Ids]] | tuple[int, Sequence[_Ids], Sequence[Key]]
 """An epoch, and the ids of each micro-batch of one step; with the key of each where random numbers are keyed."""
 _Value = TypeVar("_Value")
 
