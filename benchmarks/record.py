@@ -81,7 +81,7 @@ def record(
 def measure_and_record(
     name: str, doc: str | None, measure: Callable[[int, int], Any], epochs: int, quick_epochs: int
 ) -> None:
-    """The command line of a benchmark that trains `epochs` in each round: measures, and records the results.
+    """The command line of a benchmark that trains `epochs` in each round: calls `measure(epochs, rounds)`, and records.
 
     `doc` is the text of its `--help`, and `quick_epochs` are those of `--quick`.
     """

@@ -36,7 +36,7 @@ class BatchCut:
     neighbouring micro-batches, which can be added up at once.
     """
     dealt: tuple[int, ...] | None = None
-    """How many parts of a step each rank computes; None: equal ones."""
+    """In which proportion a step is dealt to the ranks, as (3, 1); None: in equal shares."""
 
     @classmethod
     def of(cls, experiment: Experiment, layout: Layout) -> BatchCut:
@@ -97,7 +97,7 @@ class BatchCut:
         return [parts[number] for number in self._numbers(index, len(parts))]
 
     def _numbers(self, index: int, count: int) -> range:
-        """The numbers of these among `count` micro-batches."""
+        """Which of `count` micro-batches rank or replica `index` computes."""
         if self.is_strided:
             return range(index, count, self.shares)
         return share_of(count, index, self.dealt or self.shares)

@@ -42,10 +42,10 @@ from .one_level import Plan, plan_for, sum_in_one_level
 class OrderedSum:
     """The ordered sum on one process group: chooses the exchange by backend, and one level or two by `nodes`.
 
-    `nodes` are the group's ranks, node by node; None: in one level. `parts`: how many parts of a step each rank
-    computes (see `share_of`); empty: equal ones. Collective: every rank of `group` calls it in the
-    same order with tensors of the same size and dtype. One thread only, except that phases of several sums (`phases`)
-    may run on a thread each.
+    `nodes` are the group's ranks, node by node; None: in one level. `parts`: in which proportion a step is dealt to the
+    ranks (see `share_of`); empty: in equal shares. Collective: every rank of `group` calls it in the same order with
+    tensors of the same size and dtype. One thread only, except that phases of several sums (`phases`) may run on a
+    thread each.
     """
 
     PHASES = 3

@@ -149,7 +149,7 @@ def fitting(experiment: Experiment, wanted: Layout) -> Layout | None:
 
 
 def _unmeasured(layout: Layout) -> Layout:
-    """The layout as a trial has it, which ends before speeds are measured and micro-batches dealt by them."""
+    """The layout of a trial, in which no speeds are measured: equal shares in the place of `auto`."""
     return layout.model_copy(update={"dealt": None}) if layout.dealt == "auto" else layout
 
 

@@ -48,7 +48,7 @@ def _file_of(notes: Path, rank: int) -> Path:
 
 
 def first_other_operation(single: Path, several: Path, ranks: int) -> str:
-    """What one of several ranks has first otherwise than one process, in words; empty where that cannot be said.
+    """The first operation whose result on some rank differs from one process's, in words; empty where none is found.
 
     `single` and `several` are the files of the notes. What only one of them has computed is not compared.
     """

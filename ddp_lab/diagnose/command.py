@@ -28,6 +28,8 @@ from ddp_lab.options import Parser
 FORMAT = "ddp-diagnose/1"
 _SHARE_OF_SAVE = 0.4
 """Until the first checkpoint a run may take so much of the time that is left: a second run must come as far."""
+_SHARE_TO_EXPLAIN = 0.1
+"""So much of the time that is left each of the two runs may take that only explain what was found."""
 FOUND = 1
 """The exit code where a bug was found."""
 _EPILOG = f"""what it does:
@@ -149,9 +151,11 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
         print("running 1 rank again …", flush=True)
         differing = list(not_repeatable(runs[1], runner.run(1, Task(options.steps))))
         if differing:
-            noted = Task(options.steps, operations=True)
-            with suppress(UserError):  # what differs is found in any case
-                operation = other_operation(runner.run(1, noted), runner.run(1, noted))
+            # What differs is found in any case, and what is looked at next needs its time.
+            seconds = max(0.0, runner.deadline - time.monotonic()) * _SHARE_TO_EXPLAIN
+            with suppress(UserError):
+                noted = [runner.run(1, Task(options.steps, operations=True), seconds=seconds) for _ in range(2)]
+                operation = other_operation(*noted)
                 differing = [replace(each, evidence=each.evidence + operation) for each in differing]
         found += differing
         repeatable = not differing

@@ -175,16 +175,28 @@ class Tracer:
     def _told_if_used(self, result: Any) -> Any:
         """The result, of which it is told where a loss is computed: that has the targets of the script's own batch."""
 
+        copies: list[Tensor] = []
+
         def told(tensor: Tensor) -> Tensor:
             if not tensor.dim() or not tensor.requires_grad:
                 return tensor
-            copy = tensor.clone()
-            copy.register_hook(lambda gradient: self._recorder.write("outside"))
-            return copy
+            copies.append(tensor.clone())
+            copies[-1].register_hook(lambda gradient: self._recorder.write("outside"))
+            return copies[-1]
 
-        if not any(True for _ in tensors_of([result])):  # an object of a kind that cannot be looked into
+        try:
+            watched = map_tensors(told, result)
+        except TypeError:  # a list or tuple of a kind of its own
+            watched = None
+        tensors = list(tensors_of([result]))
+        # Of an object that cannot be looked into, or not be made again, it is not known.
+        if (
+            watched is None
+            or not tensors
+            or len(copies) < sum(bool(each.dim() and each.requires_grad) for each in tensors)
+        ):
             self._recorder.write("outside")
-        return map_tensors(told, result)
+        return result if watched is None else watched
 
     def _note_buffers(self, module: nn.Module) -> None:
         self._buffer_digests = {_plain(name): digest(buffer) for name, buffer in module.named_buffers()}
