@@ -57,7 +57,7 @@ def prepare(asked: Asked, command: str, can_hold: Callable[[Numerics], bool] = h
         "reduction": reduction,
         "numerics": numerics,
         "deterministic": _is_deterministic(asked, reduction, layout),
-        "launcher": "in-process" if layout.kind != "ddp" else "external" if World.is_set() else asked.launcher,
+        "launcher": "in-process" if layout.kind != "ddp" else "external" if World.is_set() else "torchrun",
     }
     options = Options(**asked.model_dump(include=set(Options.model_fields)) | decided)
     check_gpus(layout, options.reduction, options.backend, world)
@@ -185,10 +185,6 @@ def check_request(request: Request, only_look: bool = False) -> None:
             raise UserError("--cuda-graph: no bit can be flipped within a recorded backward; leave out --fault flip@…")
     if options.log_to:
         require("--log-to tensorboard", "tensorboard")
-    if options.launcher == "spawn" and request.layout.nnodes > 1:
-        raise UserError(
-            "--launcher spawn starts processes on this machine only; use --launcher torchrun for several nodes"
-        )
     BatchCut.of(experiment, request.layout)
     check_promise(request)
     if options.guard == "strict" and options.reduction != "exact":

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -27,6 +30,8 @@ from ddp_core.record.reading import Run
 
 _LAST_LINES = 200
 """Among so many, the error is looked for."""
+_SIGNAL_SECONDS = 0.2
+"""So long a signal may wait for its handler."""
 
 
 def train(
@@ -116,7 +121,7 @@ def _follow(words: list[str], variables: Mapping[str, str]) -> tuple[int, Iterab
     Interrupts are passed on to it. Raises KeyboardInterrupt where one came, but only once it has ended.
     """
     last = deque[str](maxlen=_LAST_LINES)
-    started: list[subprocess.Popen[str]] = []
+    started: list[subprocess.Popen[bytes]] = []
     came: list[int] = []
     waiting: list[int] = []
 
@@ -141,8 +146,6 @@ def _follow(words: list[str], variables: Mapping[str, str]) -> tuple[int, Iterab
             stdout=subprocess.PIPE,
             # In one stream, so that lines come in the order in which they were written.
             stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
             env={**os.environ, **variables, "PYTHONUNBUFFERED": "1"},
             # A terminal, or a notebook's server, sends an interrupt to the whole group of processes. The command would
             # hear it twice, which means that it shall not save.
@@ -151,7 +154,7 @@ def _follow(words: list[str], variables: Mapping[str, str]) -> tuple[int, Iterab
             started.append(process)
             pass_on()
             assert process.stdout is not None
-            for line in process.stdout:
+            for line in _lines_of(process.stdout.fileno()):
                 sys.stdout.write(line)
                 sys.stdout.flush()
                 last.append(line)
@@ -163,3 +166,21 @@ def _follow(words: list[str], variables: Mapping[str, str]) -> tuple[int, Iterab
     if came:
         raise KeyboardInterrupt
     return code, last
+
+
+def _lines_of(descriptor: int) -> Iterator[str]:
+    """The lines that come through a pipe.
+
+    It waits in pieces: Python calls no signal handler before a read ends, where the signal came just before the read.
+    """
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
+    text, is_open = "", True
+    while is_open:
+        while not select.select([descriptor], [], [], _SIGNAL_SECONDS)[0]:
+            pass
+        piece = os.read(descriptor, 2**16)
+        is_open = piece != b""
+        *lines, text = (text + decoder.decode(piece, final=not is_open)).split("\n")
+        yield from (f"{line}\n" for line in lines)
+    if text:
+        yield text

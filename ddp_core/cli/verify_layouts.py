@@ -81,7 +81,6 @@ def layouts_for(micro_batches: int, steps: int, device: DeviceType = "cpu") -> t
     for kind, counts in _COUNTS.items():
         for count in counts:
             add(f"{kind} x {count}" + (" (threads)" if (kind, device) == ("dp", "cpu") else ""), count, layout=kind)
-    add("ddp x 2, mp.spawn", 2, layout="ddp", launcher="spawn")
     for mode in SHARD_MODES:
         for count in _SHARDED_COUNTS:
             add(f"ddp x {count}, --shard {mode}", count, layout="ddp", shard=mode)

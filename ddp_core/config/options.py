@@ -18,8 +18,6 @@ from pydantic.fields import FieldInfo
 from ddp_core.config.layout import DeviceType, LayoutKind, ShardMode
 from ddp_core.config.records import ByDefault, CommandLine, Frozen, Numerics, ReductionKind, is_repeated, option_name
 
-Launcher = Literal["torchrun", "spawn"]
-
 Count = Annotated[int, Field(gt=0), CommandLine(metavar="N")]
 Steps = Annotated[int, Field(gt=0), CommandLine(metavar="STEPS")]
 Seconds = Annotated[float, Field(gt=0), CommandLine(metavar="SECONDS")]
@@ -179,11 +177,6 @@ class LayoutOptions(Frozen):
     rdzv_id: Annotated[str | None, CommandLine(metavar="ID"), ByDefault("a random one, for one node")] = Field(
         default=None, description="A word that names this launch: the same on all of its nodes, and never used before."
     )
-    launcher: Launcher = Field(
-        default="torchrun",
-        description="How the processes of ddp are started: by torchrun's agent, which replaces those that are lost, or "
-        "by torch.multiprocessing.spawn.",
-    )
 
 
 class CommunicationOptions(Frozen):
@@ -325,8 +318,8 @@ class Options(
     numerics: Numerics = "native"
     deterministic: bool = True
     cuda_graph: bool = False
-    launcher: Literal["in-process", "external", Launcher] = "in-process"
-    """`external`: a launcher that is not ours has started the processes, torchrun or a scheduler's."""
+    launcher: Literal["in-process", "external", "torchrun"] = "in-process"
+    """What has started the processes. `external`: a launcher that is not ours, torchrun or a scheduler's."""
 
 
 class Asked(

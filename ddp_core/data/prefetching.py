@@ -62,7 +62,7 @@ def made_by_workers(
         num_workers=workers,
         collate_fn=as_it_is,
         # A fork knows the classes of the experiment file; another process could not import them. Linux forks by
-        # default, but not in a process that was itself started in another way (`--launcher spawn`).
+        # default, but not in a process that was itself started in another way.
         multiprocessing_context="fork",
         worker_init_fn=_begin_worker,
         # Otherwise it draws from torch's global generator, whose state would then depend on the workers.

@@ -46,13 +46,7 @@ def launch(request: Request, meeting: Meeting, entry: Entry, supervision: Superv
         file.write_text(request.to_json(), encoding="utf-8")
         launch_id = meeting.launch_id or f"ddp-{secrets.token_hex(8)}"
         meeting = replace(meeting, launch_id=launch_id)
-        if request.options.launcher == "spawn":
-            from ddp_core.launch.spawn import spawn
-
-            code = spawn(request, [str(file)], entry, launch_id)
-        else:
-            code = _launch_elastic(request, meeting, str(file), entry, supervision)
-        if code:
+        if code := _launch_elastic(request, meeting, str(file), entry, supervision):
             _close_record(request, meeting, code)
         elif request.evaluated is None:
             _require_completed(request, meeting)

@@ -22,7 +22,6 @@ def with_recovery(request: Request, most_nodes: int) -> Request:
         return request
     obstacles = {
         "only with the exact reduction do fewer processes compute the same bits": options.reduction != "exact",
-        "--launcher spawn replaces no process": options.launcher == "spawn",
         "--shares is for ranks that stay the same": bool(layout.dealt),
     }
     found = next((words for words, is_so in obstacles.items() if is_so), None)

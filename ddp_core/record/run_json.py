@@ -59,7 +59,7 @@ class RecordedOptions(TypedDict):
     """The options that are read by name."""
 
     reduction: ReductionKind
-    launcher: Literal["in-process", "external", "torchrun", "spawn"]
+    launcher: Literal["in-process", "external", "torchrun", "spawn"]  # spawn: by versions before 0.2
     backend: Literal["auto", "gloo", "nccl"]
     workers: Count
     data_dir: FilePath

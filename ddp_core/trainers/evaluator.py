@@ -44,11 +44,6 @@ class Evaluator(StepObserver):
     def _evaluate_epoch(self, batch: StepBatch) -> None:
         """Evaluate, keep the figures, write them to the metrics, and print them."""
         job, state = self._job, self._state
-        if not state.position.evaluation and job.trial.only_steps is None:
-            from ddp_core.trainers.young_statistics import young_statistics
-
-            if (line := young_statistics(state.model)) is not None:
-                job.console.say(line)
         state.take_evaluation(self.evaluate(), job.experiment.best)
         self._strategy.seeds.after_evaluation(batch.epoch)
         job.metrics.write("evaluation", step=state.step, epoch=batch.epoch, **state.position.evaluation)

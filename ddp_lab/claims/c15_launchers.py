@@ -3,19 +3,20 @@
 A launcher starts processes and tells each its rank, the number of ranks and where to meet. torchrun does so in
 environment variables and starts failed workers again; torch.distributed.launch is its deprecated predecessor, which
 also passes --local-rank as an argument; mp.spawn passes the rank to a function, and the program sets the variables
-itself. The training is the same in each case. The launchers differ in the rest: restarts, several nodes, and how errors
-are reported.
+itself. The training is the same in each case; whether it begins depends on where the program looks for its rank.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from ddp_core.base.errors import UserError
 from ddp_core.record.directory import find_runs
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, versions
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, holds, versions
 from ddp_lab.claims.framework.setting import Setting
+from ddp_lab.claims.measuring.started import FUNCTION, WAYS
 from ddp_lab.claims.measuring.training import run_command
 from ddp_lab.records import Figure
 
@@ -29,42 +30,51 @@ claim = Claim(
     "启动方式不再推荐使用mp.spawn,而是直接使用Torch自带的CLI工具 torchrun,它能自动处理环境变量"
     "(RANK, WORLD_SIZE, LOCAL_RANK)并支持故障重启。",
     sources=("000", "001", "002", "004"),
-    method="The same experiment on the same layout, started by each: torch's own two launchers from outside, and `ddp "
-    "train` with --launcher torchrun and --launcher spawn. Compared: the SHA-256 over the final weights.",
-    rule="Confirmed when all end with the same digest. Refuted when one fails or ends with another.",
+    method="The same experiment on the same layout, in programs that learn their rank as those of the sources do: from "
+    "os.environ, from `--local_rank` in both spellings or in one, each started by both launchers of torch; and from "
+    "the argument that mp.spawn gives. Compared: the SHA-256 over the final weights.",
+    rule="What starts ends alike: confirmed when each launcher starts a program, and all that start end with one "
+    "digest, else refuted. Every program of the sources starts under each: refuted when one fails.",
     loads={
         "ranks": ((2,), (2, 4)),
         "settings": (("model.width=8", "epochs=1"), ("model.width=8", "epochs=1")),
         "seconds_allowed": (120, 120),
     },
-    history=versions("2026-11-22 edff62d5e96d714e The rule is the one before, with what is measured among the loads."),
-    seconds=(20, 95),
+    history=versions(
+        "2026-11-22 edff62d5e96d714e The rule is the one before, with what is measured among the loads.",
+        "2026-11-29 df436a3b6c9270bd The programs learn their rank as those of the sources do, not as ours does. Two "
+        "parts, since a program that does not start says nothing of what it would end with.",
+    ),
+    seconds=(60, 200),
 )
 
-OUTSIDE = {"torchrun": "torch.distributed.run", "torch.distributed.launch": "torch.distributed.launch"}
+LAUNCHERS = {"torchrun": "torch.distributed.run", "torch.distributed.launch": "torch.distributed.launch"}
 
 
 def measure(setting: Setting) -> Measurements:
-    """Exit code and digest of each launcher, for each number of ranks."""
+    """Exit code and digest of each program under each launcher, for each number of ranks."""
     cases = []
     for count in claim.load(setting).ranks:
-        device = setting.device_type(count)
-        for name in (*OUTSIDE, "ddp train --launcher torchrun", "ddp train --launcher spawn"):
-            setting.say(f"{name}, {count} ranks")
-            cases.append({"launcher": name, "ranks": count} | _start(setting, name, count, device))
+        for way in WAYS:
+            for launcher in ["mp.spawn"] if way == FUNCTION else LAUNCHERS:
+                setting.say(f"{launcher}, rank from {WAYS[way]}, {count} ranks")
+                case = {"launcher": launcher, "rank_from": WAYS[way], "ranks": count}
+                cases.append(case | _start(setting, launcher, way, count))
     return {"cases": cases}
 
 
-def _start(setting: Setting, name: str, count: int, device: str) -> dict[str, Any]:
+def _start(setting: Setting, launcher: str, way: str, count: int) -> dict[str, Any]:
     load, output = claim.load(setting), setting.runs("C15")
     before = {directory.path for directory, _ in find_runs(output)}
-    words = ["train", "digits", "--layout", "ddp", "--device", device, "--output", str(output)]
+    words = ["train", "digits", "--layout", "ddp", "--device", setting.device_type(count), "--output", str(output)]
     for assignment in load.settings:
         words += ["--set", assignment]
-    if name in OUTSIDE:
-        words = ["-m", OUTSIDE[name], "--standalone", "--nproc-per-node", str(count), "--module", "ddp_core", *words]
+    program = "ddp_lab.claims.measuring.started"
+    if way == FUNCTION:
+        words = ["-m", program, way, str(count), *words]
     else:
-        words = ["-m", "ddp_core", *words, "--nproc-per-node", str(count), "--launcher", name.rpartition(" ")[2]]
+        launch = ["-m", LAUNCHERS[launcher], "--standalone", "--nproc-per-node", str(count)]
+        words = [*launch, "--module", program, way, *words]
     try:
         exit_code, said = run_command([sys.executable, *words], load.seconds_allowed)
     except UserError as error:
@@ -78,18 +88,32 @@ def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
     cases = measurements["cases"]
     figures = [
-        Figure(f"weights after {case['launcher']}, {case['ranks']} ranks", (case["weights_sha256"] or "none")[:12])
+        Figure(f"weights after {_title(case)}, {case['ranks']} ranks", (case["weights_sha256"] or "none")[:12])
         for case in cases
     ]
-    failed = [case for case in cases if case["exit_code"] != 0 or case["weights_sha256"] is None]
-    if failed:
-        words = "; ".join(
-            f"{case['launcher']} on {case['ranks']} ranks ended with {case['exit_code']}: {case['said']}"
-            for case in failed
-        )
-        return Judgement("refuted", words, figures)
-    digests = {case["weights_sha256"] for case in cases}
-    launchers = len({case["launcher"] for case in cases})
-    if len(digests) == 1:
-        return Judgement("confirmed", f"{launchers} ways to start, one digest: {digests.pop()[:12]}", figures)
-    return Judgement("refuted", f"{launchers} ways to start gave {len(digests)} digests", figures)
+    began = [case for case in cases if case["weights_sha256"] is not None]
+    failed = {
+        _title(case): case["said"].rpartition("error: ")[2]
+        for case in cases
+        if case["exit_code"] != 0 or case not in began
+    }
+    digests = {case["weights_sha256"] for case in began}
+    starts = len({_title(case) for case in began})
+    launchers = {case["launcher"] for case in began} == {case["launcher"] for case in cases}
+    same = f"{starts} ways to start, {len(digests)} {'digest' if len(digests) == 1 else 'digests'}"
+    parts = [
+        holds(
+            "what starts ends alike",
+            len(digests) == 1 and launchers,
+            f"{same}: {', '.join(each[:12] for each in digests)}",
+        ),
+        holds(
+            *("every program of the sources starts under each", not failed, "all did"),
+            "; ".join(f"{title}: {said}" for title, said in failed.items()),
+        ),
+    ]
+    return composed(parts, figures)
+
+
+def _title(case: Mapping[str, Any]) -> str:
+    return f"{case['launcher']} with the rank from {case['rank_from']}"

@@ -20,7 +20,6 @@ MODES = {
     "single": [],
     "dp": ["--layout", "dp", "--nproc-per-node", "2"],
     "torchrun": ["--layout", "ddp", "--nproc-per-node", "2"],
-    "spawn": ["--layout", "ddp", "--nproc-per-node", "2", "--launcher", "spawn"],
 }
 
 WHOLE = """from ddp_core.config.experiment import *
@@ -125,9 +124,8 @@ def test_a_loss_that_averages_is_found_before_the_first_step(files: Path, tmp_pa
     one_line(ended, 2, ["loss averaging gives", "reduction='sum'"])
 
 
-@pytest.mark.parametrize("mode", ["torchrun", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_what_all_workers_find_is_said_once(mode: str, files: Path, tmp_path: Path) -> None:
-    refuse("model raises", mode, files, tmp_path)
+def test_what_all_workers_find_is_said_once(files: Path, tmp_path: Path) -> None:
+    refuse("model raises", "torchrun", files, tmp_path)
 
 
 def test_a_batch_that_does_not_divide_among_ranks_names_the_nearest_that_do(tmp_path: Path) -> None:
@@ -149,7 +147,7 @@ def test_an_output_that_cannot_be_written(mode: str, tmp_path: Path) -> None:
     record_row(22, f"{ended.code}, {said}")
 
 
-@pytest.mark.parametrize("mode", ["single", pytest.param("spawn", marks=pytest.mark.slow), "torchrun"])
+@pytest.mark.parametrize("mode", ["single", "torchrun"])
 def test_a_checkpoint_of_another_experiment_is_refused(mode: str, tmp_path: Path) -> None:
     train(tmp_path / "first", "toy_mlp", "--set", "epochs=1")
     directory, record = trained(tmp_path / "first")

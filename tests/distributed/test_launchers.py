@@ -65,7 +65,6 @@ each_start = pytest.mark.parametrize(
         ("in-process", ()),
         ("torchrun", ("--nproc-per-node", "1")),
         ("torchrun", ("--nproc-per-node", "2")),
-        pytest.param("spawn", ("--launcher", "spawn", "--nproc-per-node", "2"), marks=pytest.mark.slow),
     ],
 )
 def test_a_launcher_of_ddps(
@@ -137,7 +136,6 @@ NONSENSE = ("--layout", "ddp", "--set", "nonsense=1")
     [
         (("train", *TOY, "--layout", "single"), WORLD | {"WORLD_SIZE": "2"}, "--layout ddp"),
         (("train", *TOY, *TWO_NODES), {}, "--rdzv-endpoint"),
-        (("train", *TOY, *TWO_NODES, "--launcher", "spawn"), {}, "--rdzv-endpoint"),
         (("train", *TOY, *NOWHERE), {}, "29400"),
         # The old launcher's argument is taken in both spellings and places.
         (("train", *TOY, "--local-rank=1", *NONSENSE), {}, "no such setting"),

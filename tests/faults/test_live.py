@@ -142,8 +142,8 @@ OBSERVES = "class Mine(StepObserver):\n    pass\n\n\ncallbacks = [Mine()]\n"
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [(SEES_ALL, []), (OBSERVES, []), ("", ["--reduction", "plain"]), ("", ["--launcher", "spawn"])],
-    ids=["callbacks of all ranks", "an observer", "plain", "spawn"],
+    [(SEES_ALL, []), (OBSERVES, []), ("", ["--reduction", "plain"])],
+    ids=["callbacks of all ranks", "an observer", "plain"],
 )
 def test_where_it_cannot_be_had_it_is_refused(tmp_path: Path, code: str, words: list[str]) -> None:
     file = tmp_path / "mine.py"

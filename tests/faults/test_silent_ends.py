@@ -19,10 +19,8 @@ LAYOUTS = {
     "dp": ("--layout", "dp", "--nproc-per-node", "2"),
     "restart": ("--layout", "ddp", "--nproc-per-node", "2", "--recovery", "restart"),
     "live": ("--layout", "ddp", "--nproc-per-node", "2", "--recovery", "live"),
-    "spawn": ("--layout", "ddp", "--nproc-per-node", "2", "--launcher", "spawn"),
 }
 ONE_PROCESS = ("single", "dp")
-SPAWN = pytest.param("spawn", marks=pytest.mark.slow)
 
 
 def words(output: Path, layout: str) -> list[str]:
@@ -31,7 +29,7 @@ def words(output: Path, layout: str) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["os._exit", "c"])
-@pytest.mark.parametrize("layout", ["single", "dp", "restart", "live", SPAWN])
+@pytest.mark.parametrize("layout", ["single", "dp", "restart", "live"])
 def test_a_process_that_leaves_in_mid_training_ends_the_launch_with_2(tmp_path: Path, layout: str, how: str) -> None:
     rank = 0 if layout in ONE_PROCESS else 1
     ended = ddp(*words(tmp_path, layout), env={"LEAVES": f"{rank} {how}"})
@@ -44,7 +42,7 @@ def test_a_process_that_leaves_in_mid_training_ends_the_launch_with_2(tmp_path: 
         assert said[0].endswith(record["message"])
 
 
-@pytest.mark.parametrize("layout", [pytest.param("restart", marks=pytest.mark.slow), "live", SPAWN])
+@pytest.mark.parametrize("layout", [pytest.param("restart", marks=pytest.mark.slow), "live"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_c_code_ends_itself_is_no_success_either(tmp_path: Path, layout: str, rank: int) -> None:
     ended = ddp(*words(tmp_path, layout), env={"LEAVES": f"{rank} _exit"})

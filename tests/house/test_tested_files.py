@@ -12,7 +12,7 @@ WITHOUT = {
     "adapters": "accelerate fabric lightning micro_steps transformers",
     "base": "later",
     "cli": "entry prepare train_command trained_commands words",
-    "launch": "agent nodes spawn supervision",
+    "launch": "agent nodes supervision",
     "live": "launch workers",
     "record": "early forking run_json",
     "run": "asking evaluating explaining miniature recovery repeater",
@@ -21,7 +21,7 @@ WITHOUT = {
 
 
 def named_in(docstring: str) -> set[str]:
-    """The files in a sentence such as: Tests launch/agent.py and launch/spawn.py, too."""
+    """The files in a sentence such as: Tests launch/agent.py and launch/nodes.py, too."""
     sentences = re.findall(r"\bTests ([\w/., ]+\.py), too\.", " ".join(docstring.split()))
     return {name for sentence in sentences for name in re.findall(r"\w+/\w+\.py", sentence)}
 

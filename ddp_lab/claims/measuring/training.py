@@ -74,9 +74,9 @@ def train(
 
 
 def run_command(words: Sequence[str], timeout: float, environment: dict[str, str] | None = None) -> tuple[int, str]:
-    """Run a command in a process group of its own; returns the exit code and the last line of what it said.
+    """Run a command in a process group of its own; returns the exit code and the last line that says an error.
 
-    All of its processes are gone afterwards. Raises UserError after `timeout` seconds.
+    Where none does, it is the last one. All processes are gone afterwards. Raises UserError after `timeout` seconds.
     """
     root = str(Path(__file__).parents[3])
     variables = os.environ | (environment or {}) | {"OMP_NUM_THREADS": "1"}
@@ -98,4 +98,5 @@ def run_command(words: Sequence[str], timeout: float, environment: dict[str, str
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     lines = said.strip().splitlines()
-    return process.returncode, lines[-1] if lines else ""
+    errors = [line for line in lines if "error: " in line]
+    return process.returncode, (errors or lines or [""])[-1]

@@ -64,9 +64,8 @@ def test_a_command_ends_quietly_when_its_reader_has_gone(words: list[str]) -> No
     [
         [],
         pytest.param(["--layout", "ddp", "--nproc-per-node", "2"], marks=pytest.mark.slow),
-        pytest.param(["--layout", "ddp", "--nproc-per-node", "2", "--launcher", "spawn"], marks=pytest.mark.slow),
     ],
-    ids=["single", "torchrun", "spawn"],
+    ids=["single", "torchrun"],
 )
 def test_a_training_goes_on_without_a_reader(tmp_path: Path, layout: list[str]) -> None:
     assert ask(without_reader, [*TRAIN, *layout, "--output", str(tmp_path)]) == 0

@@ -44,7 +44,6 @@ VALUES = {
     "shares": "3,1",
     "rdzv_endpoint": "there:29400",
     "rdzv_id": "fresh",
-    "launcher": "spawn",
     "deterministic": "always",
     "cuda_graph": True,
     "backend": "gloo",

@@ -65,7 +65,6 @@ def check_the_end(output: Path, undisturbed: tuple[str, str]) -> None:
     assert (record["weights_sha256"], record["optimizer_sha256"]) == undisturbed
 
 
-SPAWN = (*DDP, "--launcher", "spawn")
 DP = ("--layout", "dp")
 EARLY = {number: ("--stop-signal", number.name) for number in (signal.SIGUSR1, signal.SIGUSR2)}
 
@@ -77,8 +76,7 @@ EARLY = {number: ("--stop-signal", number.name) for number in (signal.SIGUSR1, s
         pytest.param(DDP, signal.SIGHUP, to_its_group, id="torchrun-SIGHUP-group", marks=pytest.mark.slow),
         pytest.param(DDP, signal.SIGTERM, to_every_process, id="torchrun-SIGTERM"),
         pytest.param(DDP, signal.SIGUSR2, to_every_process, id="torchrun-SIGUSR2", marks=pytest.mark.slow),
-        pytest.param(SPAWN, signal.SIGUSR1, to_every_process, id="spawn-SIGUSR1", marks=pytest.mark.slow),
-        pytest.param(SPAWN, signal.SIGINT, to_every_process, id="spawn-SIGINT", marks=pytest.mark.slow),
+        pytest.param(DDP, signal.SIGINT, to_every_process, id="torchrun-SIGINT", marks=pytest.mark.slow),
         pytest.param((), signal.SIGINT, to_every_process, id="single-SIGINT", marks=pytest.mark.slow),
         pytest.param(DP, signal.SIGTERM, to_every_process, id="dp-SIGTERM", marks=pytest.mark.slow),
     ],
@@ -113,7 +111,7 @@ if "RANK" in os.environ or WORLD == "alone":
 """
 
 
-@pytest.mark.parametrize("layout", [(), DDP, pytest.param(SPAWN, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", [(), DDP])
 def test_a_second_interrupt_leaves_at_once(tmp_path: Path, layout: tuple[str, ...]) -> None:
     (tmp_path / "slow.py").write_text(BEGIN + SLOW_MODEL)
     output = tmp_path / "out"
@@ -141,7 +139,6 @@ def test_a_second_interrupt_leaves_at_once(tmp_path: Path, layout: tuple[str, ..
     [
         pytest.param("alone", (), id="single"),
         pytest.param("workers", DDP, id="torchrun"),
-        pytest.param("workers", SPAWN, id="spawn", marks=pytest.mark.slow),
     ],
 )
 def test_a_request_before_the_first_step_ends_at_once(
@@ -171,9 +168,7 @@ def test_a_rank_that_waits_for_the_others_stops_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [pytest.param((), id="single"), pytest.param(DDP, id="torchrun"), pytest.param(SPAWN, id="spawn")]
-)
+@pytest.mark.parametrize("layout", [pytest.param((), id="single"), pytest.param(DDP, id="torchrun")])
 def test_it_changes_nothing_to_ask_again_and_again(tmp_path: Path, layout: tuple[str, ...]) -> None:
     """Whether two signals come at once, or one comes after the save, or while the interpreter ends."""
     words = ["train", str(WORDS[0]), *WORDS[1:], *layout, "--device", "cpu", "--fault", "slow@1", "--output", tmp_path]
@@ -223,7 +218,7 @@ def test_a_time_that_is_up_is_a_request(seconds: float, reason: str | None) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(), DDP, SPAWN], ids=["single", "torchrun", "spawn"])
+@pytest.mark.parametrize("layout", [(), DDP], ids=["single", "torchrun"])
 def test_nohup_outlives_its_terminal(tmp_path: Path, layout: tuple[str, ...]) -> None:
     words = ["train", str(WORDS[0]), *WORDS[1:], *layout, "--device", "cpu", "--fault", "slow@1", "--output", tmp_path]
     with running(*words, program=("-c", NOHUP)) as process:

@@ -35,12 +35,11 @@ def chosen(asked: Request, most_nodes: int = 1) -> str:
         request(nproc_per_node=1),
         request(dealt=(3, 1)),
         request(reduction="plain"),
-        request(launcher="spawn"),
         request(max_restarts=0),
         request(recovery="restart"),
         replace(request(), evaluated=EVALUATED),
     ],
-    ids=["on-gpus", "shards", "alone", "unlike shares", "plain", "spawn", "no-restarts", "asked for", "evaluation"],
+    ids=["on-gpus", "shards", "alone", "unlike shares", "plain", "no-restarts", "asked for", "evaluation"],
 )
 def test_the_others_go_on_unless_they_cannot(asked: Request) -> None:
     assert chosen(asked) == "restart"
