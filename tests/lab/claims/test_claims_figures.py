@@ -65,7 +65,11 @@ KNOWN: list[tuple[str, str, Callable[[Measurements], Any]]] = [
         lambda found: ratio("seconds/all_ranks", "seconds/rank0")(found["cases"][0]),
     ),
     ("C14", "two processes with different weights damage one file: files damaged after both", lambda _: 7),
-    ("C15", "weights after torchrun, 2 ranks", lambda found: found["cases"][0]["weights_sha256"][:12]),
+    (
+        "C15",
+        "weights after torchrun with the rank from os.environ (source 003), 2 ranks",
+        lambda found: found["cases"][0]["weights_sha256"][:12],
+    ),
     ("C16", "test loss, k = 1", lambda found: median(each["loss"] for each in found["cases"] if each["factor"] == 1)),
     ("C17", "synchronous updates do not jitter: jitter, synchronous against one process", lambda _: 1.0),
     ("C18", "torch's DDP alone: runs that went on", lambda _: 0),
