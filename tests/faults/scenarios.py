@@ -148,7 +148,7 @@ LOST_NODES = (
         layouts="2x2 3x1 2x2",
         tier="full",
     ),
-    on_processes("a node comes", 2, start(THREE), allowed="2:3", layouts="2x1 3x1", tier="full"),
+    on_processes("a node comes", 2, start(THREE), allowed="2:3", layouts="2x1 3x1"),
     on_processes(
         "a node comes to a single one, which is lost then", 1, start(TWO), kill(0, then="1 rank goes on"), allowed="1:2"
     ),

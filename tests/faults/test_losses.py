@@ -59,7 +59,7 @@ def test_a_stopped_worker_is_replaced(tmp_path: Path, digest: str) -> None:
     record_row(5, said, {LATE: noticed - 3, AGAIN: recovered})
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_killed_worker_is_named_where_its_peer_left_sooner(tmp_path: Path, digest: str) -> None:
     file = Path(DOTS).with_name("dots_dying_slowly.py")
     ended = ddp(*train_words(tmp_path, *RESTART, experiment=file), timeout=HANG)

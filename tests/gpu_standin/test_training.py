@@ -147,7 +147,7 @@ def test_a_rank_that_waits_for_its_device_hears_that_nccl_has_failed() -> None:
     assert found == ["NCCL met a COMM_ERROR while this rank waited for its device", "initialized: False"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_is_rehearsed_by_as_many_ranks_as_share_a_device_and_witnessed(tmp_path: Path) -> None:
     """The ranks are forks here: the stand-in refuses any that come from a process that has asked the driver."""
     words = ["--device", "cuda", "--layout", "ddp", "--nproc-per-node", "2", "--output", tmp_path]

@@ -19,7 +19,7 @@ from ddp_core.distributed.world import World, free_port
 from ddp_core.record.lock import RunLock
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_several_threads_hang_in_no_process_that_a_launch_has_forked(tmp_path: Path) -> None:
     """OpenMP does, where the launcher itself has computed in several threads: building `digits` is enough."""

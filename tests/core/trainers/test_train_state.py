@@ -59,7 +59,7 @@ def test_nobody_guesses_whether_more_is_better() -> None:
             Experiment.from_json({"name": "any", "global_batch_size": 1, "best": best})
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_keeps_the_checkpoint_of_that_evaluation_and_refuses_a_wrong_name_before_training(tmp_path: Path) -> None:
     words = ("train", EVERY_NAME, "--device", "cpu", "--output", str(tmp_path))
     wrong = command(*words, "--set", "best=max class_mean_f2")

@@ -175,6 +175,7 @@ def test_wrong_words_are_told_in_one_line(
     assert line.startswith(f"ddp: error: {message}")
 
 
+@pytest.mark.slow
 def test_a_first_checkpoint_may_come_late_and_the_script_needs_no_dashes_before_it(tmp_path: Path) -> None:
     """Its first torch.save is after step 32; with --steps 1 a fixed multiple of the steps would not reach it."""
     text = (FIXTURES / "resume_without_optimizer.py").read_text()
