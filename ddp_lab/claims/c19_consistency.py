@@ -5,7 +5,8 @@ device, is added in another order than on one device and differs in its last bit
 That the main device alone updates the weights loses nothing by itself: it adds as precisely as any other. Nor do DDP's
 ranks compute more precisely; what they have is that all of them end with the same bits, since all apply the same summed
 gradient. When the order of additions is fixed for all layouts (exact reduction) and the micro-batches are the same,
-every layout has the same bits.
+every layout has the same bits. That it is the order, and not how the batch is cut, shows beside a control: torch's
+DDP with the same micro-batches.
 
 The network here has no BatchNorm, which computes another function when a batch is cut, under DP and DDP alike: that
 difference is no matter of precision. Without two CUDA devices nn.DataParallel cannot be measured. A rendering of what
@@ -16,21 +17,24 @@ adds up the replicas' gradients) stands in for it and decides nothing: a GPU's k
 from __future__ import annotations
 
 import hashlib
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.seeds import share_of
+from ddp_core.reduction import ExactReduction
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, composed, holds, versions
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import ROUNDS, median_interval, ratio_interval
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
 from ddp_lab.claims.measuring.rendered_data_parallel import RenderedDataParallel
-from ddp_lab.claims.measuring.training import train
-from ddp_lab.records import COUNT, Figure, Part
+from ddp_lab.records import COUNT, Figure, Part, Verdict
 
 claim = Claim(
     id="C19",
@@ -42,25 +46,23 @@ claim = Claim(
     sources=("003",),
     method="One small CNN without BatchNorm, the same initial weights and the same batches for each seed, trained on "
     "one device, under torch's DDP and under nn.DataParallel (on CPU: its rendering, a stand-in): SHA-256 over the "
-    "parameters of every rank of DDP, and the largest difference of a parameter from one device's. And `ddp train "
-    "digits` with exact reduction on single, dp and ddp layouts: SHA-256 over the final weights.",
+    "parameters of every rank of DDP, and the largest difference of a parameter from one device's. And the same "
+    "training with each batch cut into the same micro-batches on one device and on the ranks, added up by torch's DDP "
+    "and by the exact reduction.",
     rule="Five parts. DDP's ranks agree: confirmed when with every seed all ranks end with the same bits, else "
     "refuted. DDP's results, and DP's results, may differ from one device's: each confirmed when they do with at least "
     "one seed, else refuted. DDP is nearer to one device than DP: confirmed when the interval of the ratio of the "
     "largest differences, DP's to DDP's, lies above 1, refuted when below, inconclusive otherwise. What speaks of DP "
-    "is not measurable here without two CUDA devices. The order of additions is the cause: confirmed when exact "
-    "reduction gives every layout the same bits, else refuted.",
+    "is not measurable here without two CUDA devices. The order of additions is the cause: refuted when with any seed "
+    "exact reduction ends with other bits on the ranks than on one device; confirmed when it does with none and "
+    "torch's DDP with the same micro-batches with at least one; else inconclusive.",
     loads={
         "seeds": ROUNDS,
         "ranks": (2, 2),
         "steps": (40, 40),
         "batch": (64, 64),
         "rate": (0.05, 0.05),
-        "exact_layouts": (
-            (("single", 1), ("dp", 2), ("ddp", 2)),
-            (("single", 1), ("dp", 2), ("ddp", 2), ("dp", 4), ("ddp", 3), ("ddp", 4)),
-        ),
-        "settings": (("model.width=8", "epochs=1"), ("model.width=8", "epochs=1")),
+        "micro_batches": (4, 4),
     },
     history=versions(
         "2026-11-22 54059bbd625c176c The rule before was met by any difference from one device, and took this "
@@ -68,6 +70,8 @@ claim = Claim(
         "what speaks of DP needs CUDA.",
         "2026-11-25 cb1585b1040eddad The median over the seeds is told beside the maximum. Beyond noise is the exact "
         "sign test with Holm's procedure over all intervals that bear verdicts, and the rounds follow from it.",
+        "2026-11-29 ef51b90720e50979 The cause is judged on the network and the batches that it explains, beside a "
+        "control with the same micro-batches; before, another network was trained, without one.",
     ),
     seconds=(35, 65),
     tests=1,
@@ -76,32 +80,26 @@ claim = Claim(
 
 AGREE, DDP_DIFFERS, DP_DIFFERS = "DDP's ranks agree", "DDP may differ from one device", "DP may differ from one device"
 NEARER, CAUSE = "DDP is nearer to one device than DP", "the order of additions is the cause"
+EXACT, CUT = "the exact reduction", "torch's DDP"
 STAND_IN = "nn.DataParallel rendered on CPU"
 _SMALLEST = 1e-12
 """Added to both differences of a ratio, against a division by 0; far below the last bit of a weight."""
 
 
 def measure(setting: Setting) -> Measurements:
-    """Digests by rank and differences by seed, and the digests of exact reduction by layout."""
+    """Digests by rank, and differences by seed."""
     load = claim.load(setting)
     device = setting.device_type(load.ranks)
-    ranks = run_ranks(observe, load.ranks, device, load.seeds, load.steps, load.batch, load.rate, device=device)
+    how = (load.seeds, load.steps, load.batch, load.rate, load.micro_batches)
+    ranks = run_ranks(observe, load.ranks, device, *how, device=device)
     cases = [case | {"digests": [rank[number]["digest"] for rank in ranks]} for number, case in enumerate(ranks[0])]
-    place, exact = setting.device_type(max(count for _, count in load.exact_layouts)), []
-    for layout, count in load.exact_layouts:
-        if layout == "dp" and setting.device_type(count) == "cuda":
-            continue  # nn.DataParallel on CUDA adds inside autograd, in an order of its own
-        setting.say(f"exact, {layout} x{count}")
-        how = (load.settings, ("--reduction", "exact"), place)
-        run = train(setting, "C19", "digits", layout, count, *how, timeout=120)
-        exact.append({"layout": layout, "count": count, "weights_sha256": run.record["weights_sha256"]})
-    return {"device": device, "ranks": load.ranks, "steps": load.steps, "cases": cases, "exact": exact}
+    return {"device": device, "ranks": load.ranks, "steps": load.steps, "cases": cases}
 
 
 def observe(
-    rank: int, world_size: int, device: str, seeds: int, steps: int, batch: int, rate: float
+    rank: int, world_size: int, device: str, seeds: int, steps: int, batch: int, rate: float, cut: int
 ) -> list[dict[str, Any]]:
-    """By seed: the digest of this rank's parameters under DDP, and on rank 0 how far DP and DDP end from one device."""
+    """By seed: the digest of this rank's parameters under DDP, and on rank 0 how far each way ends from one device."""
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False
     place, found = own_device(rank, device), []
@@ -112,11 +110,14 @@ def observe(
         for inputs, targets in _batches(seed, steps, batch, place):
             _step(model, module(inputs[share]), targets[share], rate)
         ours = _parameters(model)
+        data, group = _batches(seed, steps, batch, place), dist.group.WORLD
+        in_parts = {way: _cut(seed, data, rate, cut, way, group) for way in (CUT, EXACT)}
         case: dict[str, Any] = {"seed": seed, "digest": hashlib.sha256(ours.numpy().tobytes()).hexdigest()}
         if rank == 0:
             alone = _alone(seed, steps, batch, rate, place, 1)
             parallel = _alone(seed, steps, batch, rate, place, world_size)
-            case |= {"ddp": float((ours - alone).abs().max()), "dp": float((parallel - alone).abs().max())}
+            case |= {"ddp": _apart(ours, alone), "dp": _apart(parallel, alone)}
+            case |= {way: _apart(ends, _cut(seed, data, rate, cut, way, None)) for way, ends in in_parts.items()}
         found.append(case)
     return found
 
@@ -131,6 +132,40 @@ def _alone(seed: int, steps: int, batch: int, rate: float, place: torch.device, 
     for inputs, targets in _batches(seed, steps, batch, place):
         _step(model, module(inputs), targets, rate)
     return _parameters(model)
+
+
+def _cut(
+    seed: int, data: list[tuple[Tensor, Tensor]], rate: float, cut: int, way: str, group: ProcessGroup | None
+) -> Tensor:
+    """Parameters after training with each batch cut into so many micro-batches, on the ranks of the group or alone."""
+    place = data[0][0].device
+    model = _network(seed).to(place)
+    module = DistributedDataParallel(model, device_ids=[place] if place.type == "cuda" else None) if group else model
+    exact = ExactReduction(module, cut) if way == EXACT else None
+    share = list(exact.share if exact else share_of(cut, group.rank(), group.size()) if group else range(cut))
+    for inputs, targets in data:
+        model.zero_grad()
+        for number in share:
+            with exact.micro_batch(number) if exact else _added_up(module, number == share[-1]):
+                outputs = module(inputs.chunk(cut)[number])
+                functional.cross_entropy(outputs, targets.chunk(cut)[number], reduction="sum").backward()
+        if exact:
+            exact.finish(1 / len(inputs))
+        # DDP divides the sum by the number of ranks.
+        _descend(model, rate if exact else rate / len(inputs) * (group.size() if group else 1))
+    if exact:
+        exact.close()
+    return _parameters(model)
+
+
+def _added_up(module: nn.Module, is_last: bool) -> AbstractContextManager[None]:
+    """Under DDP, gradients are exchanged in the last backward of a step alone."""
+    ddp = module if isinstance(module, DistributedDataParallel) and not is_last else None
+    return nullcontext() if ddp is None else ddp.no_sync()
+
+
+def _apart(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max())
 
 
 def _network(seed: int) -> nn.Module:
@@ -156,6 +191,10 @@ def _step(model: nn.Module, outputs: Tensor, targets: Tensor, rate: float) -> No
     """Backward of the mean loss, and a step of SGD."""
     model.zero_grad()
     functional.cross_entropy(outputs, targets).backward()
+    _descend(model, rate)
+
+
+def _descend(model: nn.Module, rate: float) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             assert parameter.grad is not None
@@ -168,7 +207,7 @@ def _parameters(model: nn.Module) -> Tensor:
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    cases, on_cuda, exact = measurements["cases"], measurements["device"] == "cuda", measurements["exact"]
+    cases, on_cuda = measurements["cases"], measurements["device"] == "cuda"
     stand_in, of_all, bounds = "" if on_cuda else STAND_IN, f"of {len(cases)}", (0, len(cases))
     agree = sum(len(set(case["digests"])) == 1 for case in cases)
     figures = [Figure("seeds with which all ranks have the same bits", agree, of_all, part=AGREE, bounds=bounds)]
@@ -188,11 +227,12 @@ def judge(measurements: Measurements) -> Judgement:
     title, against = "largest difference, DP's against DDP's", 1.0 if on_cuda else None
     figures.append(ratio.figure(title, "times", NEARER, stand_in, against))
     parts.append(_unless(stand_in, Part(NEARER, ratio.side(), f"DP's largest difference is {ratio} times DDP's")))
-    layouts = {f"{run['layout']} x{run['count']}": run["weights_sha256"] for run in exact}
-    figures += [Figure(f"exact, {layout}", digest[:12], part=CAUSE) for layout, digest in layouts.items()]
-    count = len(set(layouts.values()))
-    text = f"exact reduction gives {count} digest{'s' if count > 1 else ''} on {', '.join(layouts)}"
-    return composed([*parts, holds(CAUSE, count == 1, text)], figures)
+    others = {way: sum(case[way] > 0 for case in cases) for way in (EXACT, CUT)}
+    title = "seeds that end with other bits, the same micro-batches"
+    figures += [Figure(f"{title}, {way}", found, of_all, part=CAUSE, bounds=bounds) for way, found in others.items()]
+    verdict: Verdict = "refuted" if others[EXACT] else "confirmed" if others[CUT] else "inconclusive"
+    text = f"with the same micro-batches, {others[EXACT]} {of_all} seeds end with other bits by {EXACT}, "
+    return composed([*parts, Part(CAUSE, verdict, f"{text}{others[CUT]} by {CUT}")], figures)
 
 
 def _unless(stand_in: str, part: Part) -> Part:

@@ -3,7 +3,7 @@
 Data parallelism copies the model to every device, so it saves no memory for weights, gradients and optimizer state;
 only the batch is divided. Model parallelism cuts the model, so that each device has a part of all three. The sentence
 leaves out what lies between: sharded data parallelism (ZeRO, FSDP) cuts weights, gradients and optimizer state, too,
-and gathers the weights of a layer only while it computes; it is not measured here.
+and gathers the weights of a layer only while it computes. It trains what no device holds, without cutting the model.
 
 Whether a replica fits can be told beforehand, from one watched micro-batch (`memory_estimate`). Here that estimate is
 compared with the peak of CUDA's allocator or, on CPU, with the growth of a fresh process. The error is what the
@@ -37,8 +37,8 @@ FULL = (*QUICK, "resnet18 112x112 batch 32 sgd", "resnet18 224x224 batch 8 adam"
 
 claim = Claim(
     id="C22",
-    title="A model that fits one device calls for data parallelism, one that does not for model parallelism",
-    claim="Data parallelism is for a model that fits a single device; model parallelism is for one that does not.",
+    title="A model that fits one GPU calls for data parallelism, one that does not for model parallelism",
+    claim="Data parallelism is for a model that fits a single GPU; model parallelism is for one that does not.",
     original="模型并行：模型大到单个显卡放不下的地步，就把模型分为几个部分分别放于不同的显卡上单独运行，各显卡输入相同的数据；\n"
     "当模型本身能塞进单张 GPU,但数据量太大时,我们可以将模型复制到所有 GPU 上,将数据切分(Split),"
     "每个 GPU 并行处理一部分数据,在反向传播时同步梯度。\n"
@@ -49,15 +49,16 @@ claim = Claim(
     "allocator, or the growth of the resident size on CPU. Several models, batches and optimizers. And processes on "
     "CPU, each with a limit of memory set by the kernel (RLIMIT_DATA), as devices: linear layers with SGD and momentum "
     "are trained under DDP on two such processes, once so few that they fit and once too many; the latter in one such "
-    "process, in one without a limit, and cut in two halves over two such processes that send each other activations "
-    "and gradients.",
-    rule="Four parts. The estimate: confirmed when each is within the tolerance of the measured peak, else refuted. "
+    "process, in one without a limit, cut in two halves over two such processes that send each other activations and "
+    "gradients, and by sharded data parallelism (torch's FSDP2) on two such processes.",
+    rule="Five parts. The estimate: confirmed when each is within the tolerance of the measured peak, else refuted. "
     "Data parallelism for a model that fits: confirmed when it trains (no process fails and the loss is no higher at "
     "the end), else refuted. Data parallelism for a model that does not fit: confirmed (it is no help) when one "
     "process and DDP both run out of memory, refuted when DDP trains it, inconclusive when it fails for another "
     "reason. Model parallelism for such a model: confirmed when the halves train it and their losses equal those of "
-    "the process without a limit, else refuted. Not measurable here where the system does not tell a process's peak "
-    "memory, or does not keep to the limit.",
+    "the process without a limit, else refuted. Nothing else trains such a model: refuted when sharded data "
+    "parallelism does, with these losses, too; else inconclusive. Not measurable here where the system does not tell a "
+    "process's peak memory, or does not keep to the limit.",
     loads={
         "cases": (QUICK, FULL),
         "tolerance": (0.15, 0.15),
@@ -75,6 +76,8 @@ claim = Claim(
         "2026-11-25 e2600320631b4965 The rate is one with which the layers can be trained, a fortieth of the one "
         "before, whose loss rose with the full steps (9.1 to 10.7) and gave no verdict on model parallelism, although "
         "the halves had the losses of the process without a limit.",
+        "2026-11-29 0bda84f9a9c22578 That such a model calls for model parallelism says that nothing else would do: "
+        "sharded data parallelism is tried beside it.",
     ),
     seconds=(30, 60),
     headline="resnet18 64x64 batch 32 sgd: error",
@@ -82,14 +85,15 @@ claim = Claim(
 
 
 PEAK_FILE = Path("/proc/self/clear_refs")
-FIT, NO_HELP, CUT = (
+FIT, NO_HELP, CUT, ONLY = (
     "data parallelism trains a model that fits",
     "data parallelism is no help for a model that does not fit",
     "model parallelism trains a model that does not fit",
+    "nothing else trains it",
 )
 FITS, UNLIMITED, ALONE = "fits, DDP", "too many, no limit", "too many, one process"
-REPLICAS, HALVES = "too many, DDP", "too many, halves"
-LIMITED = {FITS: FIT, UNLIMITED: CUT, ALONE: NO_HELP, REPLICAS: NO_HELP, HALVES: CUT}
+REPLICAS, HALVES, SHARDED = "too many, DDP", "too many, halves", "too many, sharded"
+LIMITED = {FITS: FIT, UNLIMITED: CUT, ALONE: NO_HELP, REPLICAS: NO_HELP, HALVES: CUT, SHARDED: ONLY}
 """The part that each way to train within the limit is a figure of."""
 
 
@@ -117,6 +121,7 @@ def _limited(setting: Setting) -> dict[str, Any]:
         ALONE: train_within("whole", 1, too_many, load.limit_mib, *sizes),
         REPLICAS: train_within("whole", 2, too_many, load.limit_mib, *sizes),
         HALVES: train_within("halves", 2, too_many, load.limit_mib, *sizes),
+        SHARDED: train_within("sharded", 2, too_many, load.limit_mib, *sizes),
     }
 
 
@@ -192,7 +197,7 @@ def _judge_limited(measurements: Measurements) -> tuple[list[Part], list[Figure]
     found, limit = measurements["limited"], f"{measurements['limit_mib']} MiB for each process"
     if not found:
         needs = "needs a system that limits a process's memory (Linux, RLIMIT_DATA)"
-        return [Part(name, "not measurable here", needs) for name in (FIT, NO_HELP, CUT)], []
+        return [Part(name, "not measurable here", needs) for name in (FIT, NO_HELP, CUT, ONLY)], []
     figures = []
     for way, part in LIMITED.items():
         each = found[way]
@@ -206,8 +211,7 @@ def _judge_limited(measurements: Measurements) -> tuple[list[Part], list[Figure]
     else:
         said = one["said"] or ddp["said"] or "one process trained it, two replicas did not"
         no_help = Part(NO_HELP, "inconclusive", f"not all failed for want of memory: {said}")
-    pairs = list(zip(halves["losses"], free["losses"], strict=False))
-    apart = max((abs(ours - theirs) / abs(theirs) for ours, theirs in pairs), default=0.0)
+    apart = _apart(halves, free)
     if not free["trained"]:
         losses = [f"{loss:.3g}" for loss in (*free["losses"][:1], *free["losses"][-1:])]
         said = free["said"] or f"its loss went from {' to '.join(losses)}"
@@ -217,7 +221,18 @@ def _judge_limited(measurements: Measurements) -> tuple[list[Part], list[Figure]
     else:
         cut = _trained(CUT, halves, f"{limit}, losses {apart:.1g} from those without a limit")
     figures.append(Figure("largest relative difference of the halves' losses", apart, part=CUT, bounds=(0, 1)))
-    return [_trained(FIT, found[FITS], limit), no_help, cut], figures
+    sharded = found[SHARDED]
+    if free["trained"] and sharded["trained"] and _apart(sharded, free) <= measurements["relative_difference_of_loss"]:
+        only = Part(ONLY, "refuted", f"sharded data parallelism trained it with {limit}, with the same losses")
+    else:
+        only = Part(ONLY, "inconclusive", f"sharded data parallelism did not: {sharded['said'] or 'other losses'}")
+    return [_trained(FIT, found[FITS], limit), no_help, cut, only], figures
+
+
+def _apart(found: dict[str, Any], free: dict[str, Any]) -> float:
+    """The largest relative difference of the losses from those without a limit."""
+    pairs = zip(found["losses"], free["losses"], strict=False)
+    return max((abs(ours - theirs) / abs(theirs) for ours, theirs in pairs), default=0.0)
 
 
 def _trained(name: str, found: dict[str, Any], where: str) -> Part:

@@ -12,7 +12,7 @@ from ddp_core.base.errors import UserError
 from ddp_lab.claims.framework.claim import Claim, KnownClaim
 from ddp_lab.claims.framework.provenance import doubt
 from ddp_lab.claims.framework.statistics import FAMILY_ERROR, holm
-from ddp_lab.claims.framework.suite import RULE_CHANGED, duration, faults, is_stale, read, rounds_needed
+from ddp_lab.claims.framework.suite import RULE_CHANGED, duration, faults, is_stale, read, rounds_needed, told
 from ddp_lab.records import Figure
 
 _RAW = "../../../benchmarks/results/claims"
@@ -26,11 +26,11 @@ measurements by the rule stated with the claim; the same rule runs on a laptop a
 that says several things is judged part by part.
 """
 _WORDS = """
-**Fixed beforehand.** Method, rule and loads (rounds, seeds, batches, limits) are fixed before anything is measured by
-them. A rule, method or load that changes is a new rule, with its date and the reason. Each record says which commit
-last changed its rule, when that was, and when its run began; a rule that is younger than the run, or was not committed,
-stops these pages from being made. A claim whose rule has changed since it was measured keeps its old verdict, marked
-so, until it is measured anew.
+**Fixed before this run.** Method, rule and loads (rounds, seeds, batches, limits) are fixed before anything is
+measured by them. A rule, method or load that changes is a new rule, with its date and the reason. Each record says
+which commit last changed its rule, when that was, and when its run began; a rule that is younger than the run, or was
+not committed, stops these pages from being made. A claim whose rule has changed since it was measured keeps its old
+verdict, marked so, until it is measured anew.
 
 **Beyond noise** always means the one test of `ddp_lab/claims/framework/statistics.py`: two ways of doing the same work
 are timed in interleaved rounds, and p is the exact two-sided one of the sign test of the rounds' ratios against a
@@ -93,7 +93,7 @@ def _require_sound(known: KnownClaim, found: dict[str, Any]) -> None:
 def _verdict(known: KnownClaim, found: dict[str, Any] | None) -> str:
     if found is None:
         return "not measured"
-    return f"{found['verdict']} ({RULE_CHANGED})" if is_stale(known, found) else str(found["verdict"])
+    return f"{told(found)} ({RULE_CHANGED})" if is_stale(known, found) else told(found)
 
 
 def _family(claims: Sequence[KnownClaim], measured: dict[str, dict[str, Any] | None]) -> list[str]:

@@ -68,12 +68,12 @@ def measure_all(claims: Sequence[KnownClaim], setting: Setting, say: Callable[[s
         content = measure_one(known, setting, environment, run)
         if content["error"] is not None:
             failed.append(known.claim.id)
-        say(f"        {content['verdict']}: {content['reason']} ({duration(content['seconds'])})")
+        say(f"        {told(content)}: {content['reason']} ({duration(content['seconds'])})")
     for path, found in _judge_together(claims, setting.output):
         before = read(path)
         write(path, found)
         if before and _verdicts(before) != _verdicts(found):
-            say(f"{found['id']} by Holm's procedure: {found['verdict']}: {found['reason']}")
+            say(f"{found['id']} by Holm's procedure: {told(found)}: {found['reason']}")
         for fault in faults(found):
             say(f"{found['id']}: {fault}")
             failed.append(found["id"])
@@ -109,6 +109,7 @@ def measure_one(
         "measurements": measurements,
         "measured_by_rule": known.claim.digest,
         "rule_commit": rule_commit(known.file),
+        "on": "CPU" if "GPU" in known.claim.claim and not setting.describe()["cuda_devices"] else "",
         "run": run,
         "allowed_p": STRICTEST,
         "error": problem,
@@ -135,7 +136,7 @@ def judge_again(claims: Sequence[KnownClaim], output: Path, say: Callable[[str],
             say(f"{known.claim.id} {content['verdict']}: {RULE_CHANGED}")
     for path, found in _judge_together(claims, output):
         write(path, found | {"error": None})
-        say(f"{found['id']} {found['verdict']}: {found['reason']}")
+        say(f"{found['id']} {told(found)}: {found['reason']}")
     return ExitCode.DONE
 
 
@@ -160,6 +161,11 @@ def _judge_together(claims: Sequence[KnownClaim], output: Path) -> list[tuple[Pa
 
 def _verdicts(content: dict[str, Any]) -> list[str]:
     return [content["verdict"], *(part["verdict"] for part in content["parts"])]
+
+
+def told(content: dict[str, Any]) -> str:
+    """The verdict in words; it says so where the sentence speaks of GPUs, and a CPU was measured."""
+    return f"{content['verdict']}, on {content['on']}" if content.get("on") else str(content["verdict"])
 
 
 def is_stale(known: KnownClaim, content: dict[str, Any]) -> bool:

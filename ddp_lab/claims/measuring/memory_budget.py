@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,7 +38,8 @@ def train_within(
 
     `whole`: each process has all layers; several of them are replicas under torch's DDP. `halves`: the first of two
     processes has the first half of the layers and the second the rest; they send activations and gradients to each
-    other. `probe`: takes twice the budget, to see whether the limit holds at all.
+    other. `sharded`: each process has a part of each layer, and all of a layer while that computes (FSDP2). `probe`:
+    takes twice the budget, to see whether the limit holds at all.
     """
     try:
         found = run_ranks(_train, processes, way, layers, budget_mib, width, steps, rate, timeout=600)
@@ -55,8 +58,12 @@ def _train(
     rank: int, world_size: int, way: str, layers: int, budget: int | None, width: int, steps: int, rate: float
 ) -> Any:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024)  # freed memory goes back at once
-    ways: dict[str, Callable[..., list[float]]] = {"whole": _whole, "halves": _halves, "probe": _probe}
-    ways["whole"](rank, world_size, 1, 16, 1, rate)  # loads libraries and starts threads
+    ways: dict[str, Callable[..., list[float]]] = {
+        **{"whole": _whole, "halves": _halves},
+        **{"sharded": _sharded, "probe": _probe},
+    }
+    for first in ("sharded", "whole"):
+        ways[first](rank, world_size, 1, 16, 1, rate)  # loads libraries and starts threads
     try:
         with _limit(budget):
             losses = ways[way](rank, world_size, layers, width, steps, rate)
@@ -92,15 +99,35 @@ def _whole(rank: int, world_size: int, layers: int, width: int, steps: int, rate
     """All layers in this process; where there are several processes, as a replica under DDP."""
     model = _layers(range(layers), width)
     module = DistributedDataParallel(model) if world_size > 1 else model
+    return _steps(module, rank, world_size, width, steps, rate)
+
+
+def _sharded(rank: int, world_size: int, layers: int, width: int, steps: int, rate: float) -> list[float]:
+    """All layers, each of them cut among the processes; each layer is cut before the next one is made."""
+    mesh, model = init_device_mesh("cpu", (world_size,)), nn.Sequential()
+    for number in range(layers):
+        for module in _layers(range(number, number + 1), width):
+            if isinstance(module, nn.Linear):
+                fully_shard(module, mesh=mesh)
+            model.append(module)
+    fully_shard(model, mesh=mesh)
+    return _steps(model, rank, world_size, width, steps, rate)
+
+
+def _steps(module: nn.Module, rank: int, world_size: int, width: int, steps: int, rate: float) -> list[float]:
+    """Train with this rank's share of the samples; returns the loss over all of them, by step."""
     inputs, targets = (data.chunk(world_size)[rank] for data in _data(width))
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    optimizer = torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad(set_to_none=True)
         loss = functional.cross_entropy(module(inputs), targets)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss.detach()))
+        whole = loss.detach() / world_size
+        if world_size > 1:
+            dist.all_reduce(whole)
+        losses.append(float(whole))
     return losses
 
 

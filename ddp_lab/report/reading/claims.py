@@ -25,6 +25,7 @@ class Claim(_Loose):
     title: str
     claim: str
     verdict: str
+    on: str = ""
     original: str | None = None
     sources: list[str] = []
     method: str | None = None

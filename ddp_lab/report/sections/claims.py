@@ -23,6 +23,11 @@ class ClaimSection:
     environment: list[tuple[str, str]]
 
     @property
+    def verdict(self) -> str:
+        """It says so where the sentence speaks of GPUs, and a CPU was measured."""
+        return f"{self.claim.verdict}, on {self.claim.on}" if self.claim.on else self.claim.verdict
+
+    @property
     def tone(self) -> str:
         """The tone in which the verdict is shown."""
         return TONES.get(self.claim.verdict, "quiet")
@@ -41,7 +46,7 @@ def claims_table(sections: Sequence[ClaimSection]) -> Table:
         [
             text(section.claim.id, link=f"claim-{slug(section.claim.id)}"),
             text(section.claim.title),
-            text(section.claim.verdict, section.tone),
+            text(section.verdict, section.tone),
             text(section.claim.reason),
         ]
         for section in sections
