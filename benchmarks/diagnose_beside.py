@@ -84,6 +84,7 @@ def fork(folder: Path, rank: int, port: int, words: list[str]) -> int:
     os.dup2(log, 2)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sys.argv = ["audited.py", *words]
+    sys.path.insert(0, str(folder))
     torch.set_num_threads(1)
     try:
         runpy.run_path(str(folder / "audited.py"), run_name="__main__")
