@@ -100,7 +100,7 @@ RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nolog
 COPY --chmod=0755 tools/run-as-owner.sh /usr/local/bin/run-as-owner
 COPY --chmod=0755 tools/what-to-do.sh /usr/local/bin/what-to-do
 WORKDIR /app
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE samebits.py ./
 COPY ddp_core ddp_core
 COPY ddp_lab ddp_lab
 COPY experiments experiments
@@ -112,7 +112,7 @@ RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
     /opt/pip/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-build-isolation \
        --editable . --editable packages/lab \
     && rm -rf build ./*.egg-info packages/__pycache__ \
-    && python -m compileall -q ddp_core ddp_lab experiments
+    && python -m compileall -q samebits.py ddp_core ddp_lab experiments
 # The user may have no name or home (any uid may run this), and the root is read-only: so all caches go to the tmpfs.
 ENV HOME=/tmp \
     USER=ddp \

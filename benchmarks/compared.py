@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.record import NOT_YET, results_of
+from benchmarks.record import NOT_YET
 from benchmarks.turns import best_bare, summary
-from benchmarks.whole_run import EXACT
 
 BEST_LOOP_TARGET = 1.02
 """The ratio of trainer_step to the best bare loop; here, because to import that takes seconds."""
@@ -39,11 +38,6 @@ def of_fair(row: Mapping[str, Any]) -> float | None:
     """The exact step of FSDP2's with an all-to-all, in a row of fully_sharded."""
     ratios: dict[str, float] = row.get("ratios_to_all_to_all", {})
     return ratios.get("parameters, exact")
-
-
-def exact_digits(base: str) -> float | None:
-    """A whole run of digits with the exact reduction, of one by that bare script."""
-    return whole_time_of(results_of("whole_run")["ways"], EXACT, base)
 
 
 def whole_time_of(ways: Mapping[str, Any], way: str, base: str) -> float | None:

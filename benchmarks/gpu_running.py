@@ -147,8 +147,8 @@ def merge(folders: Iterable[Path]) -> int:
     for folder in folders:
         if (trace := folder / TRACE).exists() and count:
             shutil.copy(trace, RESULTS / trace.name)
-    print(f"gpu-check: {count} new lines in {gpu_lines.KEPT}; {gpu_runs.PAGE} is written. The README's lines:")
-    gpu_runs.main()
+    print(f"gpu-check: {count} new lines in {gpu_lines.KEPT}; {gpu_runs.PAGE} is written")
+    gpu_runs.write()
     return ExitCode.DONE
 
 

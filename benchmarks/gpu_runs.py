@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.gpu import ARTICLE, TRACE, TRACED, summary_of, times_plain
-from benchmarks.gpu_lines import COLLECTION, CUT_OFF, NAME, SPEED, Line, newest, newest_first, read
+from benchmarks.gpu_lines import COLLECTION, CUT_OFF, NAME, SPEED, Line, newest_first, read
 from benchmarks.gpu_trace import idle_in_words
 from benchmarks.record import RESULTS
 
@@ -25,12 +25,6 @@ _TIMED, _FROM_FILES = "images/s: ", "from files: "
 
 Lines = Mapping[str, Line]
 """The last line of each item, of one commit on one machine."""
-
-
-def what_ran(folder: Path = RESULTS) -> list[str]:
-    """A line each for the digests, the tests and the speeds, from the records in `folder`."""
-    lines = newest(read(folder / NAME))
-    return [_digests(lines), _tests(lines), _speeds_said(lines)]
 
 
 def failures(lines: Lines) -> list[str]:
@@ -120,6 +114,7 @@ def _head(lines: Lines) -> Iterator[str]:
     on = next(iter(lines.values()))["on"]
     yield f"What the last recorded commit did: it {_on(list(lines.values()))}."
     yield f"{on['multiprocessors']} multiprocessors, driver {on['driver']}."
+    yield from ("", *(f"- {each}" for each in (_digests(lines), _tests(lines), _speeds_said(lines))))
 
 
 def _digest_table(lines: Lines) -> Iterator[str]:
@@ -194,11 +189,5 @@ def write() -> None:
     PAGE.write_text(f"{before}{BEGIN}\n\n{between_marks()}\n{END}{after}")
 
 
-def main() -> None:
-    """Write the page and print the lines."""
-    write()
-    print("\n".join(what_ran()))
-
-
 if __name__ == "__main__":
-    main()
+    write()

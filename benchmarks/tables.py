@@ -8,7 +8,6 @@ from typing import Any
 
 from benchmarks.compared import (
     best_loop,
-    exact_digits,
     of_best_bare,
     of_fair,
     said,
@@ -18,7 +17,7 @@ from benchmarks.compared import (
 )
 from benchmarks.numerics import RECORDED
 from benchmarks.record import NOT_YET, recorded, results_of
-from benchmarks.whole_run import ACCUMULATING, SCRIPT
+from benchmarks.whole_run import ACCUMULATING, EXACT, SCRIPT
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -51,15 +50,17 @@ def steps_in_parts() -> str:
 
 def portable_speeds() -> str:
     """Speeds in one thread with native and portable numerics."""
+    wide = {row["what"]: said(row["ratio"]) for row in results_of("numerics_avx512")}
     rows = [
         [
             row["what"].replace(" x ", f" {TIMES} "),
             *(_speed(row[way], row["unit"]) for way in RECORDED),
             said(row["ratio"]),
+            wide.get(row["what"], "-"),
         ]
         for row in results_of("numerics")
     ]
-    return _table(["in one thread", "native", "portable", "portable / native"], rows)
+    return _table(["in one thread", "native", "portable", "portable / native", "the same with AVX-512"], rows)
 
 
 def _speed(speed: float, unit: str) -> str:
@@ -221,43 +222,39 @@ def memory_of_shards() -> str:
 
 def costs() -> str:
     """What exactness costs, for the README: ratios to torch's own way."""
-    (step,) = (row["exact_ratio"] for row in results_of("exact_end_to_end") if row["world_size"] == 2)
-    fully_sharded = results_of("fully_sharded")
-    guard = results_of("guard")["trainings"].values()
+    steps = {row["world_size"]: row["exact_ratio"] for row in results_of("exact_end_to_end")}
+
+    def of_plain(kind: str) -> str:
+        alone, together = (f"{said(steps[ranks][kind]['wall']['ratio'])} {TIMES}" for ranks in (1, 2))
+        return f"{alone} and {together}"
+
+    run = results_of("whole_run")["ways"][EXACT]
     rows = {
-        "an exact step on two ranks, of a DDP step with the same micro-batches": said(
-            step["plain, same micro-batches"]["wall"]["ratio"]
+        "exact step ÷ step with the same micro-batches, ResNet-18, 1 and 2 ranks": of_plain(
+            "plain, same micro-batches"
         ),
-        "the same, of a DDP step with one batch per rank": said(step["plain, one batch per rank"]["wall"]["ratio"]),
-        "a whole small run (digits, eight micro-batches), of a bare script with one batch": said(exact_digits(SCRIPT)),
-        "the same, of a bare script that accumulates the same eight": said(exact_digits(ACCUMULATING)),
-        "exact sum of gloo's all-reduce, 2 and 4 ranks of one machine": span(
-            [row["ratio"] for row in results_of("reduction")["sum"]]
+        "exact step ÷ step with one batch per rank, ResNet-18, 1 and 2 ranks": of_plain("plain, one batch per rank"),
+        "steps of digits, eight micro-batches ÷ those of a bare script with one batch": (
+            f"{said(run['steps_ratio'])} {TIMES}"
         ),
-        "the same between nodes, on links of 200 Mbit/s and more": span(_across("two levels")),
-        **_parts_between_nodes(),
-        "`--shard parameters` of FSDP2 over gloo, which sends 4/3 as much there": span(_of_fsdp2(fully_sharded)),
-        "the same, of FSDP2 with an all-to-all, which sends as much": span([*map(of_fair, fully_sharded)]),
-        "rehearsal and witness of a first run (toy_mlp, and ten epochs of digits)": (
-            f"{span([each['more_seconds_first'] for each in guard], 1)} s more"
+        "steps of digits ÷ those of a bare script that accumulates the same eight": (
+            f"{said(run['steps_ratio_to_accumulating'])} {TIMES}"
         ),
-        "the same run again, with its witness, of one with `--rehearsal off`": span(
-            [each["whole_again"] for each in guard]
+        "exact sum ÷ gloo's all-reduce between nodes, which is a flat ring where ours has two levels": (
+            f"{span(_across('two levels'))} {TIMES}"
         ),
-        "the steps of that (digits)": span([each["steps_again"] for each in guard if "steps_again" in each], 3),
+        "`--shard parameters` ÷ FSDP2 over gloo, with an all-to-all, which sends as much": (
+            f"{span([*map(of_fair, results_of('fully_sharded'))])} {TIMES}"
+        ),
+        "first run of an experiment: its rehearsal and witness (27 November, another Xeon, 3 rounds)": (
+            f"{span([each['more_seconds_first'] for each in results_of('guard')['trainings'].values()], 1)} s more"
+        ),
     }
     return _table(["", "time"], rows.items())
 
 
 def _across(level: str) -> list[float | None]:
     return [row["ratios"].get(level) for row in results_of("nodes")]
-
-
-def _parts_between_nodes() -> dict[str, str]:
-    parts = _across("parts, two levels")
-    if None in parts:
-        return {"the same in one level, as it still is with strided shares": span(_across("one level"))}
-    return {"the same with strided shares or shards": span(parts)}
 
 
 _FAULTS = {

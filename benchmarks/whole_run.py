@@ -32,6 +32,8 @@ from benchmarks.turns import rotated
 
 PHASES = ("start", "steps", "after", "end", "whole")
 SETTINGS = ("data.augment=false",)
+STEPS = ("steps_ratio", "steps_ratio_to_accumulating")
+"""The names of the ratios of steps alone, to each of the scripts."""
 TARGET = 1.05
 """The ratio of exact to the bare script with the same micro-batches."""
 SCRIPT, ACCUMULATING, EXACT = "bare script", "bare script, accumulating", "ddp train, exact"
@@ -91,7 +93,9 @@ def measure(epochs: int, rounds: int) -> dict[str, Any]:
     for way, runs in found.items():
         medians = {phase: median(run[phase] for run in runs) for phase in PHASES}
         of_script, of_accumulating = (ratio(runs, found[base]) for base in SCRIPTS)
-        table[way] = {"medians": medians, "ratio": of_script, "ratio_to_accumulating": of_accumulating, "rounds": runs}
+        of_steps = {name: ratio(runs, found[base], "steps") for name, base in zip(STEPS, SCRIPTS, strict=True)}
+        table[way] = {"medians": medians, "ratio": of_script, "ratio_to_accumulating": of_accumulating, **of_steps}
+        table[way]["rounds"] = runs
         target = f"   target {TARGET}" if way == EXACT else ""
         print(
             f"{way:26}{''.join(f'{medians[phase]:9.2f}' for phase in PHASES)}"
@@ -100,9 +104,9 @@ def measure(epochs: int, rounds: int) -> dict[str, Any]:
     return {"epochs": epochs, "load_average": os.getloadavg(), "target": TARGET, "ways": table}
 
 
-def ratio(runs: list[dict[str, float]], base: list[dict[str, float]]) -> float:
-    """How long whole runs take, of those of another way: the median over the rounds."""
-    return median(run["whole"] / other["whole"] for run, other in zip(runs, base, strict=True))
+def ratio(runs: list[dict[str, float]], base: list[dict[str, float]], phase: str = "whole") -> float:
+    """How long a phase takes, of that of another way: the median over the rounds."""
+    return median(run[phase] / other[phase] for run, other in zip(runs, base, strict=True))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import ddp_core
+import samebits
 from tests.support.commands import ROOT, command
 
 SOURCE = Path(ddp_core.__file__).read_text()
@@ -34,6 +35,7 @@ OTHERS = {"sklearn", "matplotlib", "tensorboard", "torchvision", "pydantic"}
 @pytest.mark.parametrize(
     ("statement", "without"),
     [
+        ("import samebits", {*HEAVY, *OTHERS, "ddp_core.base", "ddp_core.config"}),
         ("import ddp_core", {*HEAVY, *OTHERS, "ddp_core.base", "ddp_core.config"}),
         ("from ddp_core import Callback, Component, Experiment, Optimizer, Run, Schedule, train", HEAVY),
         ("import ddp_core.cli, ddp_core.config.experiment, ddp_core.config.layout, ddp_core.distributed.world", HEAVY),
@@ -49,6 +51,13 @@ def test_an_import_loads_nothing_that_it_does_not_need(statement: str, without: 
     found = set(command(program=("-c", f"import sys; {statement}; print(*sys.modules)")).output.split())
     assert "ddp_core" in found
     assert not found & without
+
+
+def test_the_project_s_name_opens_the_door_too() -> None:
+    found = command(program=("-c", "from samebits import *; import samebits; print(train, samebits.Experiment)"))
+    assert (found.code, found.output.count("ddp_core")) == (0, 1), found.errors
+    assert set(dir(samebits)) == set(ddp_core.__all__)
+    assert metadata.entry_points(name="samebits", group="console_scripts")
 
 
 def test_every_name_is_there_and_is_what_type_checkers_are_told() -> None:

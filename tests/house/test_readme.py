@@ -139,7 +139,7 @@ def test_every_line_from_top_to_bottom(tmp_path: Path) -> None:
             else:
                 ended = command(*words, env=settings)
             assert ended.code == 0, f"{line}\n{ended.errors}"
-    (loading,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    (loading,) = re.findall(r"```python\n(.*?)```", TASKS, re.DOTALL)
     ask(_execute, loading.replace("outputs/digits/RUN", str(_newest(tmp_path))), tmp_path)
 
 

@@ -58,7 +58,10 @@ def below(folder: Path) -> dict[str, bytes]:
 @pytest.mark.full
 def test_the_wheels_hold_their_packages_whole_and_no_name_that_could_be_anybodys(built: dict[str, Path]) -> None:
     library, lab = files_of(built["library"]), files_of(built["lab"])
-    assert library == {f"ddp_core/{name}": content for name, content in below(ROOT / "ddp_core").items()}
+    assert library == {
+        **{f"ddp_core/{name}": content for name, content in below(ROOT / "ddp_core").items()},
+        "samebits.py": (ROOT / "samebits.py").read_bytes(),
+    }
     assert {"ddp_core/py.typed", "ddp_core/data/texts/alice.txt"} <= library.keys()
     assert "ddp_lab/py.typed" in lab
     assert lab == {

@@ -1,0 +1,20 @@
+"""The library by the project's name: `import samebits` gives what `import ddp_core` gives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ddp_core
+from ddp_core import __all__ as __all__
+
+if TYPE_CHECKING:
+    from ddp_core import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, loaded now. Raises AttributeError for any other."""
+    return getattr(ddp_core, name)
+
+
+def __dir__() -> list[str]:
+    return dir(ddp_core)
