@@ -10,6 +10,7 @@ from typing import Any
 import docker
 import pytest
 
+from ddp_core.model.builders import small_cnn
 from ddp_lab.chaos.judge import two_writers
 from tests.docker.conftest import Project
 from tests.docker.nodes import QUIET, Start, run_drill
@@ -104,10 +105,18 @@ def test_slow_link_is_waited_for_and_not_taken_for_a_loss(start: Start) -> None:
     nodes = start({"nodes": 2, "faults": [{"fault": "slow", "at_step": 1}]}, epochs=4)
     nodes.at_step(5)
     nodes.cluster.slow_down("node-2", 3000)
-    before, began = nodes.progress.step, time.monotonic()
-    nodes.at_step(before + 6)
-    slow = (time.monotonic() - began) / (nodes.progress.step - before)
+    nodes.progress.look()
+    begun = nodes.progress.step + 2  # the step that is running may have sent its gradients before
+
+    def later() -> list[dict[str, Any]]:
+        return [each for each in nodes.progress.records if each["kind"] == "step" and each["step"] >= begun]
+
+    nodes.until(lambda: len(later()) > 1)
     nodes.cluster.speed_up("node-2")
+    first, last = later()[:2]
+    slow = (last["time"] - first["time"]) / (last["step"] - first["step"])
+    gradients = 32 * sum(parameter.numel() for parameter in small_cnn(width=24).parameters())
+    assert slow > 0.5 * gradients / 3e6, "they have to pass through the link in each step"
     assert nodes.verdict().exit_code == 0
     nodes.progress.look()
     assert nodes.progress.attempts == 1

@@ -36,6 +36,8 @@ NO_PROMISE = {
     "sums, dot products and statistics with the same bits in any order": "what bitrep says of itself",
     "any cut of the batch": "what det-train says of itself",
     "any batch size": "what batch_invariant_ops says of itself",
+    "claims bitwise-identical log probabilities": "what torchtitan says of itself",
+    "each bit is reduced in one order": "what HCCL says of itself",
     "a referee who finds the first step at which two parties differ": "what Verde says of itself",
     "must never be used on one": "what PyTorch says of its files",
     "No member is left, on any node": "when all start again",
