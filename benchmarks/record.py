@@ -15,6 +15,7 @@ import numpy
 import torch
 
 from ddp_core.base.fingerprint import cpu_model
+from ddp_core.record.environment import describe_code
 from ddp_lab.records import record_text
 
 RESULTS = Path(__file__).parent / "results"
@@ -58,9 +59,9 @@ def record(
 ) -> Path:
     """Write `results` (anything JSON can hold) to `path`, by default benchmarks/results/NAME.json; return where.
 
-    The file holds `benchmark`, `command`, `date` (UTC), `machine`, `rounds` and `results`. Rounds: how often each
-    contender was measured, at least. Raises ValueError where it would be a published one, and a stand-in for CUDA was
-    measured.
+    The file holds `benchmark`, `command`, `date` (UTC), `code` (version, commit, whether files were changed since),
+    `load` (the averages of 1, 5 and 15 minutes), `machine`, `rounds` and `results`. Rounds: how often each contender
+    was measured, at least. Raises ValueError where it would be a published one, and a stand-in for CUDA was measured.
     """
     target = Path(path) if path is not None else RESULTS / f"{name}.json"
     if is_stand_in(measured := machine()) and target.resolve().is_relative_to(RESULTS.resolve()):
@@ -69,6 +70,8 @@ def record(
         "benchmark": name,
         "command": command if isinstance(command, str) else " ".join(command),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "code": describe_code(),
+        "load": [round(average, 2) for average in os.getloadavg()],
         "machine": measured,
         "rounds": rounds,
         "results": results,
