@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, loaded now. Raises AttributeError for any other."""
+    """A public name, loaded now. Raises AttributeError for any other, also for those that would make it a package."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(ddp_core, name)
 
 

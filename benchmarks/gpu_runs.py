@@ -1,6 +1,6 @@
 """Say what has run on a GPU so far and what has not, from the records of `make gpu-check` and `test-gpu`.
 
-`python -m benchmarks.gpu_runs` writes docs/reference/gpu-runs.md, and prints the lines that the README has.
+`python -m benchmarks.gpu_runs` writes docs/reference/gpu-runs.md.
 """
 
 from __future__ import annotations

@@ -60,8 +60,9 @@ def record(
     """Write `results` (anything JSON can hold) to `path`, by default benchmarks/results/NAME.json; return where.
 
     The file holds `benchmark`, `command`, `date` (UTC), `code` (version, commit, whether files were changed since),
-    `load` (the averages of 1, 5 and 15 minutes), `machine`, `rounds` and `results`. Rounds: how often each contender
-    was measured, at least. Raises ValueError where it would be a published one, and a stand-in for CUDA was measured.
+    `load` (the averages of 1, 5 and 15 minutes at its end), `machine`, `rounds` and `results`. Rounds: how often each
+    contender was measured, at least. Raises ValueError where it would be a published one, and a stand-in for CUDA was
+    measured.
     """
     target = Path(path) if path is not None else RESULTS / f"{name}.json"
     if is_stand_in(measured := machine()) and target.resolve().is_relative_to(RESULTS.resolve()):

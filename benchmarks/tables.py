@@ -240,7 +240,10 @@ def costs() -> str:
         "steps of digits ÷ those of a bare script that accumulates the same eight": (
             f"{said(run['steps_ratio_to_accumulating'])} {TIMES}"
         ),
-        "exact sum ÷ gloo's all-reduce between nodes, which is a flat ring where ours has two levels": (
+        "exact sum ÷ gloo's all-reduce within a machine, 2 and 4 ranks (22 November, an AMD EPYC)": (
+            f"{span([row['ratio'] for row in results_of('reduction')['sum']])} {TIMES}"
+        ),
+        "exact sum in two levels ÷ gloo's flat ring, between nodes at 200 Mbit/s and more": (
             f"{span(_across('two levels'))} {TIMES}"
         ),
         "`--shard parameters` ÷ FSDP2 over gloo, with an all-to-all, which sends as much": (

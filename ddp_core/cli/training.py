@@ -174,9 +174,10 @@ def _lines_of(descriptor: int) -> Iterator[str]:
     It waits in pieces: Python calls no signal handler before a read ends, where the signal came just before the read.
     """
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
-    text, is_open = "", True
+    ready, text, is_open = select.poll(), "", True
+    ready.register(descriptor)
     while is_open:
-        while not select.select([descriptor], [], [], _SIGNAL_SECONDS)[0]:
+        while not ready.poll(1000 * _SIGNAL_SECONDS):
             pass
         piece = os.read(descriptor, 2**16)
         is_open = piece != b""

@@ -2,9 +2,9 @@
 
 | variable | set by | meaning here |
 |---|---|---|
-| RANK, WORLD_SIZE | torchrun, torch.distributed.launch, a scheduler, our spawn | rank, world_size |
+| RANK, WORLD_SIZE | torchrun, torch.distributed.launch, a scheduler | rank, world_size |
 | LOCAL_RANK, LOCAL_WORLD_SIZE | the same | local_rank, nproc_per_node |
-| GROUP_RANK | torchrun, our spawn | node_rank |
+| GROUP_RANK | torchrun | node_rank |
 | MASTER_ADDR, MASTER_PORT | the same as RANK | store_host, store_port: where the process group's store is |
 | TORCHELASTIC_USE_AGENT_STORE | torchrun | agent_serves_store: its agent serves that store, so rank 0 must not |
 | TORCHELASTIC_RUN_ID | torchrun | launch_id: the same for all workers and restarts of one launch |

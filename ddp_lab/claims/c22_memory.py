@@ -225,7 +225,8 @@ def _judge_limited(measurements: Measurements) -> tuple[list[Part], list[Figure]
     if free["trained"] and sharded["trained"] and _apart(sharded, free) <= measurements["relative_difference_of_loss"]:
         only = Part(ONLY, "refuted", f"sharded data parallelism trained it with {limit}, with the same losses")
     else:
-        only = Part(ONLY, "inconclusive", f"sharded data parallelism did not: {sharded['said'] or 'other losses'}")
+        why = sharded["said"] or ("other losses" if free["trained"] else "without a limit it was not trained either")
+        only = Part(ONLY, "inconclusive", f"sharded data parallelism did not: {why}")
     return [_trained(FIT, found[FITS], limit), no_help, cut, only], figures
 
 

@@ -57,6 +57,7 @@ def test_the_project_s_name_opens_the_door_too() -> None:
     found = command(program=("-c", "from samebits import *; import samebits; print(train, samebits.Experiment)"))
     assert (found.code, found.output.count("ddp_core")) == (0, 1), found.errors
     assert set(dir(samebits)) == set(ddp_core.__all__)
+    assert not hasattr(samebits, "__path__"), "a second copy of each room could be imported"
     assert metadata.entry_points(name="samebits", group="console_scripts")
 
 

@@ -109,7 +109,6 @@ def measure_one(
         "measurements": measurements,
         "measured_by_rule": known.claim.digest,
         "rule_commit": rule_commit(known.file),
-        "on": "CPU" if "GPU" in known.claim.claim and not setting.describe()["cuda_devices"] else "",
         "run": run,
         "allowed_p": STRICTEST,
         "error": problem,
@@ -165,7 +164,8 @@ def _verdicts(content: dict[str, Any]) -> list[str]:
 
 def told(content: dict[str, Any]) -> str:
     """The verdict in words; it says so where the sentence speaks of GPUs, and a CPU was measured."""
-    return f"{content['verdict']}, on {content['on']}" if content.get("on") else str(content["verdict"])
+    on_cpu = "GPU" in content["claim"] and not content["environment"].get("cuda_devices")
+    return f"{content['verdict']}, on CPU" if on_cpu else str(content["verdict"])
 
 
 def is_stale(known: KnownClaim, content: dict[str, Any]) -> bool:

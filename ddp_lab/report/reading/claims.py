@@ -25,7 +25,6 @@ class Claim(_Loose):
     title: str
     claim: str
     verdict: str
-    on: str = ""
     original: str | None = None
     sources: list[str] = []
     method: str | None = None

@@ -25,7 +25,8 @@ class ClaimSection:
     @property
     def verdict(self) -> str:
         """It says so where the sentence speaks of GPUs, and a CPU was measured."""
-        return f"{self.claim.verdict}, on {self.claim.on}" if self.claim.on else self.claim.verdict
+        on_cpu = "GPU" in self.claim.claim and not self.claim.environment.get("cuda_devices")
+        return f"{self.claim.verdict}, on CPU" if on_cpu else self.claim.verdict
 
     @property
     def tone(self) -> str:
