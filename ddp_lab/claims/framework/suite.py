@@ -57,6 +57,7 @@ def measure_all(claims: Sequence[KnownClaim], setting: Setting, say: Callable[[s
             f"the machine is busy (load {environment['load_before']:.1f} on {setting.cores} cores): times will be noisy"
         )
     mode = 0 if setting.quick else 1
+    rules = [rule_commit(known.file) for known in claims]  # those that were loaded, whatever is committed meanwhile
     planned = [known.claim.seconds[mode] for known in claims]
     began, failed = time.monotonic(), []
     for number, known in enumerate(claims):
@@ -65,7 +66,7 @@ def measure_all(claims: Sequence[KnownClaim], setting: Setting, say: Callable[[s
         pace = spent / expected if expected else 1.0
         left = duration(sum(planned[number:]) * pace)
         say(f"[{number + 1:2d}/{len(claims)}] {known.claim.id} {known.claim.title}; about {left} left")
-        content = measure_one(known, setting, environment, run)
+        content = measure_one(known, setting, environment, run, rules[number])
         if content["error"] is not None:
             failed.append(known.claim.id)
         say(f"        {told(content)}: {content['reason']} ({duration(content['seconds'])})")
@@ -84,11 +85,15 @@ def measure_all(claims: Sequence[KnownClaim], setting: Setting, say: Callable[[s
 
 
 def measure_one(
-    known: KnownClaim, setting: Setting, environment: dict[str, Any], run: dict[str, Any] | None = None
+    known: KnownClaim,
+    setting: Setting,
+    environment: dict[str, Any],
+    run: dict[str, Any] | None = None,
+    rule: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Measure and judge one claim and write its file; `error` says in a line what went wrong, None if nothing did.
 
-    `run` says when the run of this and other claims began, and which they are.
+    `run` says when the run of this and other claims began, and which they are; `rule` which commit had the rule then.
     """
     setting.claims.mkdir(parents=True, exist_ok=True)
     trace = setting.claims / f"{known.claim.id}.error.txt"
@@ -108,7 +113,7 @@ def measure_one(
     content = describe(known.claim, judgement) | {
         "measurements": measurements,
         "measured_by_rule": known.claim.digest,
-        "rule_commit": rule_commit(known.file),
+        "rule_commit": rule or rule_commit(known.file),
         "run": run,
         "allowed_p": STRICTEST,
         "error": problem,
