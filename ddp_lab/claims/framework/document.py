@@ -139,13 +139,14 @@ def _machine(found: Sequence[dict[str, Any]]) -> list[str]:
         return []
     environment, dates = found[0]["environment"], sorted(content["measured_at"][:10] for content in found)
     devices = environment.get("cuda", {}).get("devices") or ["no CUDA device"]
+    cpus = sorted({str(content["environment"]["cpu"]) for content in found})
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     runs = {str((content.get("run") or {}).get("started_at")) for content in found}
     how = "in one run" if len(runs) == 1 and "None" not in runs else f"in {len(runs)} runs"
     thorough = "`--full`" if not any(content["environment"]["quick"] for content in found) else "`--quick`"
     return [
         f"Measured {when} {how} of {thorough}, {len(found)} claims, on {environment['cores']} cores "
-        f"({environment['cpu']}), {', '.join(devices)}, torch {environment['packages']['torch']}.",
+        f"({', '.join(cpus)}), {', '.join(devices)}, torch {environment['packages']['torch']}.",
         "",
     ]
 

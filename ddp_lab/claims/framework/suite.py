@@ -169,7 +169,8 @@ def _verdicts(content: dict[str, Any]) -> list[str]:
 
 def told(content: dict[str, Any]) -> str:
     """The verdict in words; it says so where the sentence speaks of GPUs, and a CPU was measured."""
-    on_cpu = "GPU" in content["claim"] and not content["environment"].get("cuda_devices")
+    is_measured = content["verdict"] != "not measurable here"
+    on_cpu = is_measured and "GPU" in content["claim"] and not content["environment"].get("cuda_devices")
     return f"{content['verdict']}, on CPU" if on_cpu else str(content["verdict"])
 
 
