@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -53,7 +54,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Know the marker of pytest-timeout where that is missing: `make gpu-check` runs with what there is."""
+    """Hear interrupts, and know the marker of pytest-timeout where that is missing: `make gpu-check` runs so."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--update-wording"):
         os.environ[UPDATE] = "1"
     if not config.pluginmanager.has_plugin("timeout"):
