@@ -11,7 +11,6 @@ a second run 1.00, the first one 2 s more (toy_mlp 1.2 s).
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -58,7 +57,7 @@ def measure(rounds: int, is_quick: bool) -> dict[str, Any]:
                 f"{name + ', ' + layout:18}{whole['off']:11.2f}{whole['first']:9.2f}{whole['again']:9.2f}"
                 + "".join(f"{value:9.3f}" for value in found.values())
             )
-    return {"load_average": os.getloadavg(), "trainings": table}
+    return {"trainings": table}
 
 
 def main() -> None:

@@ -78,7 +78,7 @@ def measure(epochs: int, rounds: int) -> dict[str, Any]:
         faster = [first["step"] / run["step"] for first, run in zip(base, runs, strict=True)]
         table[way] = {"step": median(run["step"] for run in runs), "faster": median(faster), "rounds": runs}
         print(f"{way:16}{1000 * table[way]['step']:12.1f}{table[way]['faster']:15.2f}")
-    return {"epochs": epochs, "ideal": IDEAL, "load_average": os.getloadavg(), "ways": table}
+    return {"epochs": epochs, "ideal": IDEAL, "ways": table}
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from benchmarks.turns import rotated
 PHASES = ("start", "steps", "after", "end", "whole")
 SETTINGS = ("data.augment=false",)
 STEPS = ("steps_ratio", "steps_ratio_to_accumulating")
-"""The names of the ratios of steps alone, to each of the scripts."""
+"""Where a record has how long a way's steps alone take, of those of each bare script."""
 TARGET = 1.05
 """The ratio of exact to the bare script with the same micro-batches."""
 SCRIPT, ACCUMULATING, EXACT = "bare script", "bare script, accumulating", "ddp train, exact"
@@ -101,7 +101,7 @@ def measure(epochs: int, rounds: int) -> dict[str, Any]:
             f"{way:26}{''.join(f'{medians[phase]:9.2f}' for phase in PHASES)}"
             f"{of_script:19.2f}x{of_accumulating:13.2f}x{target}"
         )
-    return {"epochs": epochs, "load_average": os.getloadavg(), "target": TARGET, "ways": table}
+    return {"epochs": epochs, "target": TARGET, "ways": table}
 
 
 def ratio(runs: list[dict[str, float]], base: list[dict[str, float]], phase: str = "whole") -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from pydantic.dataclasses import dataclass
@@ -30,6 +30,13 @@ class Part:
     name: str
     verdict: Verdict
     reason: str
+
+
+def verdict_in_words(verdict: str, claim: str, environment: Mapping[str, Any]) -> str:
+    """A claim's verdict; it says so where the sentence speaks of GPUs, and a CPU was measured in their place."""
+    is_measured = verdict != "not measurable here"
+    on_cpu = is_measured and "GPU" in claim and not environment.get("cuda_devices")
+    return f"{verdict}, on CPU" if on_cpu else verdict
 
 
 @dataclass(frozen=True)

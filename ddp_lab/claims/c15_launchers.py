@@ -99,12 +99,12 @@ def judge(measurements: Measurements) -> Judgement:
     }
     digests = {case["weights_sha256"] for case in began}
     starts = len({_title(case) for case in began})
-    launchers = {case["launcher"] for case in began} == {case["launcher"] for case in cases}
+    each_starts = {case["launcher"] for case in began} == {case["launcher"] for case in cases}
     same = f"{starts} ways to start, {len(digests)} {'digest' if len(digests) == 1 else 'digests'}"
     parts = [
         holds(
             "what starts ends alike",
-            len(digests) == 1 and launchers,
+            len(digests) == 1 and each_starts,
             f"{same}: {', '.join(each[:12] for each in digests)}",
         ),
         holds(

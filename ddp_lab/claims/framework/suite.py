@@ -21,7 +21,7 @@ from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim, Measure
 from ddp_lab.claims.framework.provenance import rule_commit
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import FAMILY, FAMILY_ERROR, ROUNDS, STRICTEST, allowing, holm
-from ddp_lab.records import CLAIM_FORMAT, Figure, record_text
+from ddp_lab.records import CLAIM_FORMAT, Figure, record_text, verdict_in_words
 
 FAILED = 1
 """Exit code where a measurement raised, or gave a figure that cannot be."""
@@ -168,10 +168,8 @@ def _verdicts(content: dict[str, Any]) -> list[str]:
 
 
 def told(content: dict[str, Any]) -> str:
-    """The verdict in words; it says so where the sentence speaks of GPUs, and a CPU was measured."""
-    is_measured = content["verdict"] != "not measurable here"
-    on_cpu = is_measured and "GPU" in content["claim"] and not content["environment"].get("cuda_devices")
-    return f"{content['verdict']}, on CPU" if on_cpu else str(content["verdict"])
+    """The verdict of a claim's file in words."""
+    return verdict_in_words(content["verdict"], content["claim"], content["environment"])
 
 
 def is_stale(known: KnownClaim, content: dict[str, Any]) -> bool:

@@ -59,8 +59,10 @@ def _train(
 ) -> Any:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024)  # freed memory goes back at once
     ways: dict[str, Callable[..., list[float]]] = {
-        **{"whole": _whole, "halves": _halves},
-        **{"sharded": _sharded, "probe": _probe},
+        "whole": _whole,
+        "halves": _halves,
+        "sharded": _sharded,
+        "probe": _probe,
     }
     for first in ("sharded", "whole"):
         ways[first](rank, world_size, 1, 16, 1, rate)  # loads libraries and starts threads

@@ -22,7 +22,7 @@ WAYS = {
     ONE_SPELLING: "--local_rank (source 002)",
     FUNCTION: "mp.spawn's argument (sources 000, 001, 004)",
 }
-"""What such a program learns its rank from."""
+"""By the name of a way: where a program that is started so finds its rank."""
 
 
 def words_of(way: str, arguments: Sequence[str]) -> list[str]:

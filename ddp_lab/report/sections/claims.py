@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_core.config.records import dotted
-from ddp_lab.records import Figure
+from ddp_lab.records import Figure, verdict_in_words
 from ddp_lab.report import values
 from ddp_lab.report.charts.claims import claim_plots
 from ddp_lab.report.charts.plot import Plot
@@ -24,9 +24,8 @@ class ClaimSection:
 
     @property
     def verdict(self) -> str:
-        """It says so where the sentence speaks of GPUs, and a CPU was measured."""
-        on_cpu = "GPU" in self.claim.claim and not self.claim.environment.get("cuda_devices")
-        return f"{self.claim.verdict}, on CPU" if on_cpu else self.claim.verdict
+        """The verdict in words."""
+        return verdict_in_words(self.claim.verdict, self.claim.claim, self.claim.environment)
 
     @property
     def tone(self) -> str:
