@@ -3,10 +3,11 @@
     python -m benchmarks.nodes [--shapes 2x2 2x4 2x8 3x2] [--rates 200 1000 0] [--rounds 15] [--json PATH]
 
 Nodes are network namespaces of this machine, joined by a switch; each node's link is slowed down by a token bucket
-(needs root, `ip` and `tc`). One tensor of 1 million float32 (4 MB, a bucket of DDP) is summed, by all ways in turns;
-the slowest rank counts, figures are medians. "Parts" are sums of which each rank gets its part, and the way back: a
-round of strided shares and the end of its step, or what a step with --shard optimizer sends. Processor time is that of
-all ranks together; bytes are those that left node 0, headers included.
+(needs root, `ip` and `tc`). One tensor of 1 million float32 (4 MB, a bucket of DDP) is summed, by all ways in turns,
+of which another begins each round; the slowest rank counts, figures are medians. "all_reduce, two levels" is gloo's
+own sum within each node, between one rank of each, and back. "Parts" are sums of which each rank gets its part, and the
+way back: a round of strided shares and the end of its step, or what a step with --shard optimizer sends. Processor time
+is that of all ranks together; bytes are those that left node 0, headers included.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from benchmarks.record import record
+from benchmarks.turns import rotated
 from ddp_core.distributed.world import free_port
 from ddp_core.reduction import OrderedSum
 from ddp_core.reduction.parts import Parts, parts_on
@@ -44,9 +46,12 @@ def time_ways(rank: int, nodes: int, per_node: int, rounds: int) -> dict[str, di
     world_size = nodes * per_node
     members = [range(node * per_node, (node + 1) * per_node) for node in range(nodes)]
     flat, levels = OrderedSum(dist.group.WORLD), OrderedSum(dist.group.WORLD, members)
+    within, _ = dist.new_subgroups_by_enumeration([[*each] for each in members])
+    leaders = dist.new_group([each[0] for each in members])
     gradients = torch.randn(ELEMENTS)
     ways: dict[str, Callable[[Tensor], Any]] = {
         "all_reduce": dist.all_reduce,
+        "all_reduce, two levels": functools.partial(sum_in_levels, within, leaders, members[rank // per_node][0]),
         "one level": lambda part: flat([part], part, world_size),
         "two levels": lambda part: levels([part], part, world_size),
     }
@@ -56,7 +61,8 @@ def time_ways(rank: int, nodes: int, per_node: int, rounds: int) -> dict[str, di
         )
     found: dict[str, dict[str, list[float]]] = {way: {"seconds": [], "processor": [], "bytes": []} for way in ways}
     for turn in range(rounds + 2):
-        for way, reduce in ways.items():
+        for way in rotated(ways, turn):
+            reduce = ways[way]
             dist.barrier()
             sent = namespaces.bytes_out()
             start, work = time.perf_counter(), time.process_time()
@@ -71,6 +77,14 @@ def time_ways(rank: int, nodes: int, per_node: int, rounds: int) -> dict[str, di
                 found[way]["processor"].append(spent.item())
                 found[way]["bytes"].append(namespaces.bytes_out() - sent)
     return found
+
+
+def sum_in_levels(within: dist.ProcessGroup, leaders: dist.ProcessGroup, leader: int, part: Tensor) -> None:
+    """Sum `part` by gloo within each node, between the nodes' leaders, and hand it back."""
+    dist.reduce(part, leader, group=within)
+    if dist.get_rank() == leader:
+        dist.all_reduce(part, group=leaders)
+    dist.broadcast(part, leader, group=within)
 
 
 def sum_parts(parts: Parts, world_size: int, part: Tensor) -> None:
@@ -124,7 +138,7 @@ def measure(shapes: list[str], rates: list[int], rounds: int) -> list[dict[str, 
             print(f"{shape}, {f'{rate} Mbit/s' if rate else 'unshaped'}; target {TARGETS.get(rate, '-')}")
             for way, values in found.items():
                 print(
-                    f"{way:>18} {1e3 * medians[way]:5.0f} ms ({1e3 * statistics.median(values['processor']):4.0f}) "
+                    f"{way:>22} {1e3 * medians[way]:5.0f} ms ({1e3 * statistics.median(values['processor']):4.0f}) "
                     f"{statistics.median(values['bytes']) / 1e6:4.1f} MB {ratios[way]:5.2f}",
                     flush=True,
                 )
