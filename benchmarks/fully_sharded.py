@@ -10,9 +10,9 @@ much. So "FSDP2, all-to-all" is the same with a reduce-scatter that sends each r
 exact sum does, and the target is for the ratio to that. MB are those that a rank sends in a step, the mean over the
 ranks, as the kernel counts them.
 
-Processes keep the memory that they free. (Those of `ddp train --shard parameters` return it to the system, to be small,
-which would make all of the ways slower.) The ways take turns in one run, each with a model of its own; the slowest rank
-counts; ratios are medians over the rounds.
+Processes return large blocks to the system as soon as they are freed, as those of `ddp train --shard parameters` do, to
+be small. The ways take turns in one run, each with a model of its own; the slowest rank counts; ratios are medians over
+the rounds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.record import record
 from benchmarks.reduction import on_ranks
 from benchmarks.sharded import LAYERS, ROWS, WARM_UP, WIDTH
 from benchmarks.turns import rotated
-from ddp_core.base.process import keep_freed_memory
+from ddp_core.base.process import return_large_blocks
 from ddp_core.model.builders import MODELS
 from ddp_core.sharding.blocks import blocks_of
 from ddp_core.sharding.rows import OwnsRows
@@ -133,7 +133,7 @@ class Contender:
 
 def time_steps(rank: int, world_size: int, rounds: int, net: str, own: int, quick: bool) -> dict[str, dict[str, Any]]:
     """By way: seconds of the slowest rank in each round, and the bytes that a rank sends in a step."""
-    keep_freed_memory()
+    return_large_blocks()
     contenders = {way: Contender(way, net, own, quick) for way in WAYS}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(rounds + WARM_UP):

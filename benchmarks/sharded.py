@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.record import record
 from benchmarks.reduction import on_ranks, wrapped
+from benchmarks.turns import rotated
 from ddp_core.base.process import keep_freed_memory
 from ddp_core.reduction import ExactReduction
 from ddp_core.sharding import OwnsPieces
@@ -105,8 +106,7 @@ def time_steps(
         contenders = {way: Contender(way, layers, own) for way in WAYS}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(rounds + WARM_UP):
-        first = turn % len(WAYS)
-        for way in WAYS[first:] + WAYS[:first]:
+        for way in rotated(WAYS, turn):
             dist.barrier()
             start = time.perf_counter()
             contenders[way].step()
