@@ -50,17 +50,18 @@ def steps_in_parts() -> str:
 
 def portable_speeds() -> str:
     """Speeds in one thread with native and portable numerics."""
-    wide = {row["what"]: said(row["ratio"]) for row in results_of("numerics_avx512")}
+    others = [{row["what"]: said(row["ratio"]) for row in results_of(f"numerics_{maker}")} for maker in ("amd", "intel")]
     rows = [
         [
             row["what"].replace(" x ", f" {TIMES} "),
             *(_speed(row[way], row["unit"]) for way in RECORDED),
             said(row["ratio"]),
-            wide.get(row["what"], "-"),
+            *(other.get(row["what"], "-") for other in others),
         ]
         for row in results_of("numerics")
     ]
-    return _table(["in one thread", "native", "portable", "portable / native", "the same with AVX-512"], rows)
+    head = ("in one thread", "native", "portable", "portable / native", "AMD's with AVX-512", "Intel's with AVX-512")
+    return _table(head, rows)
 
 
 def _speed(speed: float, unit: str) -> str:
@@ -228,7 +229,8 @@ def costs() -> str:
         alone, together = (f"{said(steps[ranks][kind]['wall']['ratio'])} {TIMES}" for ranks in (1, 2))
         return f"{alone} and {together}"
 
-    run = results_of("whole_run")["ways"][EXACT]
+    run, sharded = results_of("whole_run")["ways"][EXACT], results_of("sharded")["steps"]
+    guarded = results_of("guard")["trainings"].values()
     rows = {
         "exact step ÷ step with the same micro-batches, ResNet-18, 1 and 2 ranks": of_plain(
             "plain, same micro-batches"
@@ -240,24 +242,37 @@ def costs() -> str:
         "steps of digits ÷ those of a bare script that accumulates the same eight": (
             f"{said(run['steps_ratio_to_accumulating'])} {TIMES}"
         ),
-        "exact sum ÷ gloo's all-reduce within a machine, 2 and 4 ranks (22 November, an AMD EPYC)": (
+        "exact sum ÷ gloo's all-reduce within a machine, 2 and 4 ranks": (
             f"{span([row['ratio'] for row in results_of('reduction')['sum']])} {TIMES}"
         ),
         "exact sum in two levels ÷ gloo's flat ring, between nodes at 200 Mbit/s and more": (
             f"{span(_across('two levels'))} {TIMES}"
         ),
+        "exact sum in two levels ÷ gloo's own sums in two levels, on the same links": (
+            f"{span(_across('two levels', 'all_reduce, two levels'))} {TIMES}"
+        ),
+        **{
+            f"exact step with `--shard {mode}` ÷ plain DDP, 2 and 4 ranks, hardly any computing": (
+                f"{span([row['ways'][f'exact, {mode}']['of_plain'] for row in sharded])} {TIMES}"
+            )
+            for mode in ("optimizer", "gradients")
+        },
         "`--shard parameters` ÷ FSDP2 over gloo, with an all-to-all, which sends as much": (
             f"{span([*map(of_fair, results_of('fully_sharded'))])} {TIMES}"
         ),
-        "first run of an experiment: its rehearsal and witness (27 November, another Xeon, 3 rounds)": (
-            f"{span([each['more_seconds_first'] for each in results_of('guard')['trainings'].values()], 1)} s more"
+        "first run of an experiment: its rehearsal and witness": (
+            f"{span([each['more_seconds_first'] for each in guarded], 1)} s more"
+        ),
+        "steps of a guarded run ÷ those of one with `--rehearsal off`": (
+            f"{span([each['steps_again'] for each in guarded if 'steps_again' in each])} {TIMES}"
         ),
     }
     return _table(["", "time"], rows.items())
 
 
-def _across(level: str) -> list[float | None]:
-    return [row["ratios"].get(level) for row in results_of("nodes")]
+def _across(level: str, base: str = "all_reduce") -> list[float | None]:
+    ratios = [row["ratios"] for row in results_of("nodes")]
+    return [each[level] / each[base] if level in each and base in each else None for each in ratios]
 
 
 _FAULTS = {
