@@ -1,4 +1,4 @@
-"""On which operating systems ddp runs, and what differs there. docs/reference/platforms.md has the whole answer."""
+"""On which operating systems ddp runs, and what differs there. docs/reference/image.md has the whole answer."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class LiveCollectives(Collectives):
         """Wait until every rank's device is done with this step: no update may follow an exchange that failed.
 
         That NCCL's kernels have ended here proves nothing by itself: where another rank aborts, it lets the kernels of
-        its peers run to their end, on parts that it has never sent. See docs/explanation/live-recovery.md. Raises
+        its peers run to their end, on parts that it has never sent. See docs/explanation/recovery.md. Raises
         DistBackendError, and what gloo raises, where a rank is lost.
         """
         self.await_event(now)

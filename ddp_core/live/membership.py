@@ -3,7 +3,7 @@
 A membership is a number and the names of the processes that train together, in the order of their ranks. A store has
 the newest one, and a launcher replaces it by one compare-and-set. What launchers and ranks then do follows from the
 functions here; tests/core/live/test_membership.py runs them through every sequence of losses and arrivals of a
-small launch. docs/explanation/live-recovery.md describes the protocol.
+small launch. docs/explanation/recovery.md describes the protocol.
 """
 
 from __future__ import annotations

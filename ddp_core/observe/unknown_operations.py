@@ -44,7 +44,7 @@ class UnknownOperations(StepObserver):
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             self._warn(
                 f"numerics portable: not known to have the same bits on other CPUs: {', '.join(names[:_SHOWN])}{more} "
-                "(docs/reference/portable-operations.md)"
+                "(docs/reference/portable-numerics.md#operations)"
             )
 
     def close(self) -> None:

@@ -24,11 +24,8 @@ ON_GPUS = "docker compose up ddp-4gpu"
 WHOLE_SUITE = "docker compose run --rm test"
 ON_THE_IMAGE = " pytest @tests/quick.args -p no:cacheprovider tests/core/run tests/core/record tests/core/launch"
 """Words behind WHOLE_SUITE that choose the tests of what an image may change: processes, files, installed packages."""
-COMMANDS = re.findall(
-    r"^.*docker compose .*$",
-    (ROOT / "docs" / "how-to" / "every-task.md").read_text().partition("\n## Containers\n")[2].partition("```\n\n")[0],
-    re.MULTILINE,
-)
+PAGE = (ROOT / "docs" / "reference" / "command-line.md").read_text()
+COMMANDS = re.findall(r"^.*docker compose .*$", PAGE.partition("### Containers\n")[2].partition("```\n\n")[0], re.M)
 
 
 @dataclass

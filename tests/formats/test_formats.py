@@ -55,7 +55,7 @@ def test_every_format_that_is_named_in_the_code_is_one_of_these() -> None:
     named = {form for text in code for form in re.findall(r'= "(ddp-[a-z]+/\d+)"', text)}
     only_written = {AUDIT_FORMAT, DIAGNOSIS_FORMAT}
     assert named == {*FORMATS.values(), *only_written}, "what is read back belongs into tests/formats/make.py"
-    page = (ROOT / "docs" / "reference" / "stability.md").read_text()
+    page = (ROOT / "docs" / "reference" / "promise.md").read_text()
     assert set(re.findall(r"\bddp-[a-z]+/\d+\b", page)) == named, "the page has every format"
 
 

@@ -1,4 +1,4 @@
-"""The README and the page of every task hold: their Python runs, and a test runs each of their commands.
+"""The README and the page of the command line hold: a test runs each of their commands.
 
 In every page of the documentation, links lead somewhere.
 """
@@ -18,7 +18,7 @@ from tests.support.processes import HANG, ask, free_port
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
-TASKS = (ROOT / "docs" / "how-to" / "every-task.md").read_text()
+TASKS = (ROOT / "docs" / "reference" / "command-line.md").read_text()
 PARTS = (ROOT / "docs" / "how-to" / "use-one-part.md").read_text()
 
 
@@ -85,9 +85,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """The headings of a page, in the form that links use."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """The headings of a page, in the form that links use, and the marks in its tables."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = {heading.lower() for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+    named = {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+    return named | {*re.findall(r'<a id="([\w-]+)">', text)}
 
 
 def test_the_index_names_every_page() -> None:
@@ -139,8 +141,6 @@ def test_every_line_from_top_to_bottom(tmp_path: Path) -> None:
             else:
                 ended = command(*words, env=settings)
             assert ended.code == 0, f"{line}\n{ended.errors}"
-    (loading,) = re.findall(r"```python\n(.*?)```", TASKS, re.DOTALL)
-    ask(_execute, loading.replace("outputs/digits/RUN", str(_newest(tmp_path))), tmp_path)
 
 
 def _newest(output: Path) -> Path:

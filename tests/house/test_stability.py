@@ -1,4 +1,4 @@
-"""The page on stability names the versions of Python and torch that the code has; tests/formats tests its formats."""
+"""The page on the promise names the versions of Python and torch that the code has; tests/formats tests its formats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tomllib
 from ddp_core.base.torch_names import TRIED
 from tests.support.commands import ROOT
 
-PAGE = (ROOT / "docs" / "reference" / "stability.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "promise.md").read_text()
 
 
 def test_the_page_has_what_the_package_admits_and_what_was_tried() -> None:

@@ -35,7 +35,7 @@ def test_an_unknown_operation_is_warned_of_once_and_native_runs_are_not_looked_a
         said[numerics] = ended.output + ended.errors
     assert said["portable"].count("not known to have the same bits on other CPUs") == 1
     assert "bits on other CPUs: aten::trace" in said["portable"]
-    assert "(docs/reference/portable-operations.md)" in said["portable"]
+    assert "(docs/reference/portable-numerics.md#operations)" in said["portable"]
     assert "not known" not in said["native"]
 
 
@@ -66,7 +66,7 @@ def test_each_operation_has_one_status() -> None:
 
 @pytest.mark.slow
 def test_the_list_is_what_the_published_operations_call() -> None:
-    files = [ROOT / "ddp_core/numerics/proved.txt", ROOT / "docs/reference/portable-operations.md"]
+    files = [ROOT / "ddp_core/numerics/proved.txt", ROOT / "docs/reference/portable-numerics.md"]
     before = [file.read_text() for file in files]
     subprocess.run([sys.executable, "-m", "tools.portable_operations"], cwd=ROOT, check=True)
     assert [file.read_text() for file in files] == before

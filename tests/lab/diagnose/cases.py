@@ -5,7 +5,6 @@ python -m tests.lab.diagnose.cases      writes the tables of docs/reference/diag
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from ddp_lab.diagnose.findings import KINDS
 FIXTURES = Path(__file__).parent / "fixtures"
 CLEAN = Path(__file__).parent / "clean"
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "diagnose.md"
+SCRIPTS = "../../tests/lab/diagnose/fixtures"
 BEGIN, END = "<!-- begin: python -m tests.lab.diagnose.cases -->", "<!-- end -->"
 
 
@@ -72,48 +72,39 @@ def options(case: Case) -> list[str]:
 
 
 def between_marks() -> str:
-    """What stands between the marks of the page: a section for each finding, and the table of the cases."""
-    sections = [
-        f"### {name}\n\n{kind.title}{'' if kind.is_bug else ' (by design)'}. Mend: {kind.mend}.\n"
-        for name, kind in KINDS.items()
-    ]
-    return "\n".join([*sections, "## Scripts with known bugs", "", *_rows(), "", *_clean()])
+    """What stands between the marks of the page: a table of bugs with their scripts, and one of what is by design."""
+    bugs = [(name, kind.title, kind.mend, _scripts(name)) for name, kind in KINDS.items() if kind.is_bug]
+    designed = [(name, kind.title, kind.mend) for name, kind in KINDS.items() if not kind.is_bug]
+    return "\n".join(
+        [
+            *_table(("bug", "what", "mend", "scripts"), bugs),
+            *("", "By design:", ""),
+            *_table(("finding", "what", "mend"), designed),
+        ]
+    )
 
 
 def write() -> None:
-    """Write the page's sections and table anew."""
+    """Write the page's tables anew."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     PAGE.write_text(f"{before}{BEGIN}\n\n{between_marks()}\n\n{END}{after}")
 
 
-def _rows() -> list[str]:
-    lines = ["| script | what is wrong | reported | named first |", "|---|---|---|---|"]
-    for name, case in CASES.items():
-        script = f"[{name}](../../tests/lab/diagnose/fixtures/{name}.py)"
-        what = ast.get_docstring(ast.parse((FIXTURES / f"{name}.py").read_text()))
-        lines.append(f"| {script} | {what} | {_link(case.reported)} | [{case.finding}](#{case.finding}) |")
-    return lines
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    named = [(f'<a id="{name}"></a>{name}', *others) for name, *others in rows]
+    return [f"|{'|'.join(row)}|" for row in (head, ["---"] * len(head), *named)]
 
 
-def _clean() -> list[str]:
-    lines = [
-        *("## Scripts without a bug", ""),
-        "Each of the above has a clean twin (`--mended`), in which no bug is found. Nor is one found in scripts after",
-        *("public examples, cut to small data:", "", "| script | after |", "|---|---|"),
-    ]
-    for file in sorted(CLEAN.glob("*.py")):
-        first = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
-        link = f"[{file.stem}](../../tests/lab/diagnose/clean/{file.name})"
-        lines.append(f"| {link} | {first.removeprefix('After ')} |")
-    return lines
+def _scripts(finding: str) -> str:
+    """The scripts with this bug, each with the report that it is after."""
+    found = [(name, case.reported) for name, case in CASES.items() if case.finding == finding]
+    return ", ".join(f"[{name}]({SCRIPTS}/{name}.py){reported and _link(reported)}" for name, reported in found)
 
 
 def _link(reported: str) -> str:
-    if not reported:
-        return ""
     repository, _, number = reported.partition("#")
-    return f"[{reported}](https://github.com/{repository}/issues/{number})"
+    return f" [#{number}](https://github.com/{repository}/issues/{number})"
 
 
 if __name__ == "__main__":
