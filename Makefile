@@ -104,7 +104,7 @@ test-extras: setup .venv/.extras-installed ## The tests that need other people's
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
 
 .venv/.extras-installed: pyproject.toml packages/lab/pyproject.toml constraints.txt | setup
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,pages,schemas,packaging,workflows,site,uv]' -e packages/lab
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,stores,notebooks,pages,schemas,packaging,workflows,site,uv]' -e packages/lab
 	touch $@
 
 test-streams: setup .venv-streams/.installed ## The tests that need MosaicML's streaming or LitData, which want older packages than the rest

@@ -50,7 +50,9 @@ def steps_in_parts() -> str:
 
 def portable_speeds() -> str:
     """Speeds in one thread with native and portable numerics."""
-    others = [{row["what"]: said(row["ratio"]) for row in results_of(f"numerics_{maker}")} for maker in ("amd", "intel")]
+    others = [
+        {row["what"]: said(row["ratio"]) for row in results_of(f"numerics_{maker}")} for maker in ("amd", "intel")
+    ]
     rows = [
         [
             row["what"].replace(" x ", f" {TIMES} "),

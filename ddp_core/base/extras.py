@@ -15,6 +15,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     "digits": {"sklearn": "scikit-learn"},
     "vision": {"torchvision": "torchvision"},
     "yaml": {"yaml": "pyyaml"},
+    "s3": {"s3fs": "s3fs"},
     "tensorboard": {"tensorboard": "tensorboard"},
     "lab": {"ddp_lab": "samebits-lab"},
     "report": {"jinja2": "jinja2", "matplotlib": "matplotlib"},

@@ -18,11 +18,24 @@ from click.core import ParameterSource
 
 from ddp_core.base.errors import UserError, near_names, nearest_name
 from ddp_core.base.extras import missing
+from ddp_core.remote import brought, is_address
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
     from ddp_core.config.options import Asked
+
+
+class RunPath(click.Path):
+    """A path of a run, or its address in a store, from which it is brought; `options`: those of `brought`."""
+
+    def __init__(self, *options: str) -> None:
+        super().__init__(path_type=Path)
+        self._options = options
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The local path. Raises UserError."""
+        return brought(value, *self._options) if is_address(value) else super().convert(value, param, ctx)
 
 
 class TitledOption(click.Option):

@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.cli.click_kinds import Group, asked_in, field_options
+from ddp_core.cli.click_kinds import Group, RunPath, asked_in, field_options
 from ddp_core.cli.train_command import ddp as ddp
 from ddp_core.cli.train_command import require_known as _require_known
 from ddp_core.cli.trained_commands import eval_, export_
 from ddp_core.cli.words import IS_OWN_PROCESS
 from ddp_core.cli.words import as_json as _as_json
 from ddp_core.cli.words import quiet as _quiet
+from ddp_core.remote import brought, local
 
 if TYPE_CHECKING:
     from ddp_core.config.layout import DeviceType
 
-_run_argument = click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+_run_argument = click.argument("run", metavar="RUN", type=RunPath())
 
 
 @ddp.command("rehearse", options=field_options)
@@ -58,7 +59,7 @@ def list_() -> int:
 
 
 @ddp.command(options=partial(field_options, "output"))
-@click.argument("runs", metavar="[RUN|DIR]...", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("runs", metavar="[RUN|DIR]...", nargs=-1, type=RunPath("--records"))
 @click.option("--no-check", "checks", flag_value=False, default=True, help="End with 0 whatever the weights are.")
 @_as_json
 def compare(runs: tuple[Path, ...], output: str, checks: bool, as_json: bool) -> int:
@@ -69,7 +70,7 @@ def compare(runs: tuple[Path, ...], output: str, checks: bool, as_json: bool) ->
     """
     from ddp_core.cli.compare import compare_runs
 
-    return compare_runs(runs or [Path(output)], as_json, checks)
+    return compare_runs(runs or [brought(output, "--records")], as_json, checks)
 
 
 @ddp.command(options=partial(field_options, "output"))
@@ -92,7 +93,7 @@ def watch(place: Path | None, output: str, once: bool, every: float) -> int:
     """
     from ddp_core.cli.watch import watch_runs
 
-    return watch_runs(place or Path(output), once, every)
+    return watch_runs(place or local(output), once, every)
 
 
 @ddp.command(
@@ -124,7 +125,7 @@ def verify_(run: Path, as_json: bool, **changes: Any) -> int:
     "audit",
     options=partial(field_options, "layout", "device", "nproc_per_node", "shard", "data_dir", default="as recorded"),
 )
-@click.argument("run", metavar="RUN|BUNDLE", type=click.Path(path_type=Path))
+@click.argument("run", metavar="RUN|BUNDLE", type=RunPath())
 @click.option(
     "--segments", type=click.IntRange(1), default=5, show_default=True, metavar="N", help="Train so many again."
 )
@@ -208,7 +209,7 @@ def health(output: str, within: float) -> int:
     """
     from ddp_core.observe.heartbeat import check_health
 
-    print(check_health(Path(output), within))
+    print(check_health(local(output), within))
     return ExitCode.DONE
 
 

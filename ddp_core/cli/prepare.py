@@ -25,6 +25,7 @@ from ddp_core.experiment.file import LoadedExperiment, Served, load_experiment
 from ddp_core.experiment.request import Request, build_splits, check_promise, promise_broken_by
 from ddp_core.numerics.limits import limits_hold, limits_missed, portable_refused_by
 from ddp_core.record.directory import RunDirectory
+from ddp_core.remote import local
 from ddp_core.sharding import Sharding
 
 _COMPONENTS: tuple[Kind, ...] = ("model", "data", "optimizer", "schedule")
@@ -57,6 +58,7 @@ def prepare(asked: Asked, command: str, can_hold: Callable[[Numerics], bool] = h
         "reduction": reduction,
         "numerics": numerics,
         "deterministic": _is_deterministic(asked, reduction, layout),
+        "output": str(local(asked.output)),
         "launcher": "in-process" if layout.kind != "ddp" else "external" if World.is_set() else "torchrun",
     }
     options = Options(**asked.model_dump(include=set(Options.model_fields)) | decided)

@@ -22,10 +22,12 @@ from ddp_core.distributed.addresses import address_served, require_port
 from ddp_core.distributed.reports import report_end
 from ddp_core.distributed.stop import signal_named, stops_at_once
 from ddp_core.distributed.world import World, node_here
+from ddp_core.experiment.file import find_experiment
 from ddp_core.record.lock import require_unlocked
+from ddp_core.remote import brought, copied, is_address
 
 if TYPE_CHECKING:
-    from ddp_core.experiment.request import Evaluated
+    from ddp_core.experiment.request import Evaluated, Request
 
 
 def carry_out(
@@ -49,12 +51,11 @@ def carry_out(
         from ddp_core.cli.launched import follow_launcher
 
         asked, is_host = follow_launcher(asked, world, node)
+    asked = _brought(asked, is_rehearsal)
     require_free(asked, world)
     # These load torch, which takes seconds.
     from ddp_core.base.determinism import use_one_thread
-    from ddp_core.cli.prepare import check_request, prepare
-    from ddp_core.run.repeater import vouched_for
-    from ddp_core.run.run import run_worker, worker_main
+    from ddp_core.cli.prepare import prepare
 
     use_one_thread()
     with no_silent_end(partial(_tell, world)):
@@ -66,7 +67,36 @@ def carry_out(
         from ddp_core.cli.rehearse import rehearse
 
         return rehearse(request)
-    name = request.options.stop_signal
+    train = partial(_train, request, world, is_host)
+    return copied(asked.output, train) if is_address(asked.output) else train()
+
+
+def _brought(asked: Asked, is_rehearsal: bool) -> Asked:
+    """What was asked, with local folders for runs in a store, which are brought; its output stays an address.
+
+    Raises UserError, also where processes that know nothing of each other would each copy the run.
+    """
+    named = {name: getattr(asked, name) for name in ("resume", "fork", "init_from")}
+    found = {name: str(brought(text)) for name, text in named.items() if text is not None and is_address(text)}
+    if is_address(asked.output) and not is_rehearsal:
+        if World.is_set() or asked.nnodes.high > 1:
+            raise UserError(
+                f"--output {asked.output}: a run in a store is of one node, and started by ddp itself; give several "
+                "nodes a folder that they share"
+            )
+        # Its experiment's file is known by name alone: it needs torch.
+        file = (find_experiment(asked.experiment).name,) if asked.resume == "auto" else ()
+        brought(asked.output, "--before-training", *file)
+    return asked.model_copy(update=found)
+
+
+def _train(request: Request, world: World, is_host: bool) -> int:
+    """Train in this process, or launch the processes that do; returns the exit code."""
+    from ddp_core.cli.prepare import check_request
+    from ddp_core.run.repeater import vouched_for
+    from ddp_core.run.run import run_worker, worker_main
+
+    asked, name = request.asked, request.options.stop_signal
     early_signals = [signal_named(name)] if name else []
     with stops_at_once(*early_signals, prints=world.is_first):
         if World.is_set():

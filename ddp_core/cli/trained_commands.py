@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ddp_core.base.errors import ExitCode
-from ddp_core.cli.click_kinds import Command, field_options
+from ddp_core.cli.click_kinds import Command, RunPath, field_options
 from ddp_core.cli.words import IS_OWN_PROCESS, as_json, quiet
 
 
@@ -37,7 +37,7 @@ def _options_of_eval() -> list[click.Parameter]:
 
 
 @click.command("eval", cls=Command, options=_options_of_eval)
-@click.argument("run", metavar="RUN|CHECKPOINT|BUNDLE", type=click.Path(path_type=Path))
+@click.argument("run", metavar="RUN|CHECKPOINT|BUNDLE", type=RunPath())
 @_at("those it ended with, else its newest checkpoint")
 @as_json
 @click.pass_context
@@ -54,7 +54,7 @@ def eval_(context: click.Context, /, run: Path, **changes: Any) -> int:
 
 
 @click.command("export", cls=Command)
-@click.argument("run", metavar="RUN|CHECKPOINT|BUNDLE", type=click.Path(path_type=Path))
+@click.argument("run", metavar="RUN|CHECKPOINT|BUNDLE", type=RunPath())
 @click.option(
     "--to",
     required=True,

@@ -202,7 +202,9 @@ class FileOptions(Frozen):
     """Where data are read and results are written."""
 
     output: Annotated[str, CommandLine(metavar="DIR", variable="DDP_OUTPUT")] = Field(
-        default="outputs", description="The folder of all runs; each run makes a directory of its own in it."
+        default="outputs",
+        description="The folder of all runs, or its address in a store (s3://bucket/runs); each run makes a directory "
+        "of its own in it.",
     )
     data_dir: Annotated[str, CommandLine(metavar="DIR", variable="DDP_DATA")] = Field(
         default="data", description="The folder that data sets are fetched into and read from."

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.guarded import broken_promise
+from ddp_core.remote import brought
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ class Run:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()
+        self.path = brought(path).absolute()
         """The run directory, an absolute path."""
         self._directory = RunDirectory(self.path)
         self._directory.read()

@@ -24,7 +24,10 @@ FLOORS = [
         *("ddp_core.reduction", "ddp_core.checkpoint", "ddp_core.sampler", "ddp_core.distributed", "ddp_core.numerics"),
         "ddp_core.config",
     ],
-    ["ddp_core.sharding", "ddp_core.data", "ddp_core.model", "ddp_core.adapters", "ddp_core.observe"],
+    [
+        *("ddp_core.sharding", "ddp_core.data", "ddp_core.model", "ddp_core.adapters", "ddp_core.observe"),
+        "ddp_core.remote",
+    ],
     ["ddp_core.experiment"],
     ["ddp_core.trainers"],
     ["ddp_core.record"],
