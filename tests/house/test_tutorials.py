@@ -15,7 +15,6 @@ from tests.house.pages import Reader
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [
-    "tutorials/from-one-process-to-a-cluster",
     "tutorials/train-your-own-model",
     "tutorials/from-one-gpu-to-many-nodes",
     "tutorials/hand-over-a-result",
@@ -34,7 +33,7 @@ PAGES = [
     "how-to/watch-a-run",
 ]
 """The pages whose commands need nothing but this machine."""
-INSTALLING = ("mkdir first-", "python3 -m venv", "source .venv", "pip install", "make ", "cp experiments/")
+INSTALLING = ("mkdir first-", "python3 -m venv", "source .venv", "pip install", "make ")
 """Commands that make the environment, for which the fixture `installed` stands, or that need a clone."""
 NEEDS = {"optuna": "python search.py", "onnxscript": "python to_onnx.py"}
 """Commands of pages that need a package that may be missing here."""
