@@ -8,7 +8,6 @@ what was measured, and runs become a report. docs/site has the site's looks and 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -40,8 +39,8 @@ BEFORE_REPORT = """\
 
 `ddp report` has made it of the runs below, and of the [claims](docs/reference/claims.md) as they were measured last. It
 is one file that loads nothing, so that it can be mailed. `make site` trains the runs on the machine that builds the
-site, unless it is given others. [What each figure means](docs/reference/report.md) ·
-[a report of your own runs](docs/how-to/make-a-report.md)
+site, unless it is given others. [What each figure means](docs/how-to/watch-a-run.md#what-the-figures-mean) ·
+[a report of your own runs](docs/how-to/watch-a-run.md#the-report)
 
 | experiment | layout | trained | weights |
 |---|---|---|---|
@@ -77,9 +76,9 @@ def build(folder: Path) -> int:
 
 
 def sources() -> list[Path]:
-    """The files that are pages of the site: Markdown and notebooks."""
+    """The files that are pages of the site."""
     docs = ROOT / "docs"
-    return sorted([*ROOT.glob("*.md"), *docs.rglob("*.md"), *docs.rglob("*.ipynb"), ROOT / "benchmarks" / "README.md"])
+    return sorted([*ROOT.glob("*.md"), *docs.rglob("*.md"), ROOT / "benchmarks" / "README.md"])
 
 
 def place(source: Path) -> Path:
@@ -103,8 +102,8 @@ def gather(pages: Path) -> None:
         page.parent.mkdir(parents=True, exist_ok=True)
         if source.suffix in SHOWN_BY_BROWSERS:
             shutil.copyfile(source, page)
-        elif source.suffix in {".md", ".ipynb"}:
-            text, linked = mended(notebook(source) if source.suffix == ".ipynb" else source.read_text(), source)
+        elif source.suffix == ".md":
+            text, linked = mended(source.read_text(), source)
             page.write_text(text + charts(source))
             waiting += linked
         else:
@@ -128,12 +127,6 @@ def mended(text: str, source: Path) -> tuple[str, list[Path]]:
         return f"]({os.path.relpath(ROOT / place(target), source.parent)}"
 
     return _LINK.sub(lead, text), linked
-
-
-def notebook(source: Path) -> str:
-    """A notebook as a page: its cells, one after the other."""
-    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(source.read_text())["cells"]]
-    return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells) + "\n"
 
 
 def charts(source: Path) -> str:
