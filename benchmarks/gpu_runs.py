@@ -116,6 +116,8 @@ def _speed_table(lines: Lines) -> Iterator[str]:
         timed = [line for item, line in lines.items() if item.startswith(begins) and SPEED in line]
         speeds = {line["case"]: line[SPEED] for line in timed}
         for case, speed in speeds.items():
+            if case.startswith("plain"):
+                continue
             times = times_plain(case, speeds) if case != ARTICLE else None
             yield f"| {words}{case} | {speed:.0f} | {f'{times:.2f}' if times else ''} |".replace("|  |", "| |")
     yield from ("", "Plain: with any kernel, in the same precision and layout, compiled where the row is.")

@@ -25,8 +25,7 @@ claim = Claim(
     "threads; the sentence speaks of single and ddp.",
     rule="Confirmed when in every run w is within the tolerance of 2, b within the tolerance of 3, and the last "
     "epoch's mean loss is at most the limit. Refuted when a run that ended well misses one of these.",
-    in_short="Confirmed where every run ends within 0.02 of w = 2 and b = 3, with a loss of at most 0.0115; refuted "
-    "where one does not.",
+    in_short="Confirmed where every run ends within 0.02 of w = 2 and b = 3, with a loss of at most 0.0115.",
     loads={
         "layouts": (
             (("single", 1), ("dp", 2), ("ddp", 2)),

@@ -35,8 +35,7 @@ claim = Claim(
     "with broadcast_buffers on and different with it off, so that nothing else makes them equal; else refuted. "
     "Parameters before every forward: confirmed when the next forward makes parameters equal again that ranks have "
     "changed, else refuted.",
-    in_short="Confirmed where values that differed between the ranks are equal at that moment, by what DDP sends; else"
-    " refuted.",
+    in_short="Confirmed where values that differed between the ranks are equal at that moment, by what DDP sends.",
     loads={"ranks": ((2,), (2, 4)), "forwards": (3, 5)},
     history=versions(
         "2026-11-22 9bb49dafabb30e86 The rule before judged what DDP does instead of what the source says. The source "

@@ -40,8 +40,7 @@ claim = Claim(
     "with buckets of 25 MB beyond noise, refuted when it takes less, else inconclusive; not measurable with fewer than "
     "two cores or CUDA devices. Confirmed or refuted, it is called marginal where the nearer end of the interval is "
     "within the margin of 1. The other sizes are reported.",
-    in_short="Confirmed where the default is 25 MB, and where a step with one message per gradient takes longer than "
-    "with such buckets, beyond noise; refuted where it takes less.",
+    in_short="Confirmed where the default is 25 MB, and where a message per gradient makes a step longer beyond noise.",
     loads={
         "narrow_rounds": (15, 51),
         "narrow_steps_in_a_round": (5, 5),

@@ -44,8 +44,8 @@ claim = Claim(
     "measurable where the kernel does not count. DP moves weights and gradients: confirmed when nn.DataParallel sends, "
     "in every step, the weights and as many bytes of gradients to or from each further device, else refuted; not "
     "measurable with fewer than two CUDA devices.",
-    in_short="Confirmed where DDP's bytes are those of gradients and buffers within 5 %; and where DP sends weights "
-    "and gradients to or from each further device.",
+    in_short="Confirmed where DDP's bytes are within 5 % of those of gradients and buffers; and where DP sends weights"
+    " and gradients to or from each further device.",
     loads={
         "ranks": ((2, 4), (2, 3, 4, 8)),
         "steps": (10, 10),

@@ -31,7 +31,7 @@ claim = Claim(
     "it does not, from torch's DistributedSampler and from this project's ElasticSampler.",
     rule="Two parts, of torch's sampler: lengths that the number of ranks divides, and lengths that it does not. Each "
     "is confirmed when no sample is given out twice in an epoch, refuted when one is.",
-    in_short="Confirmed where no sample is given out twice in an epoch, refuted where one is.",
+    in_short="Confirmed where no sample is given out twice in an epoch.",
     loads={"ranks": ((2, 3), (2, 3, 4, 8)), "lengths": ((96, 97, 100, 101), (96, 97, 100, 101, 1000, 1003))},
     history=versions(
         "2026-11-22 47a725486d4839e9 The rule is the one before, with what is measured among the loads; two longer "

@@ -34,7 +34,7 @@ claim = Claim(
     rule="What starts ends alike: confirmed when each launcher starts a program, and all that start end with one "
     "digest, else refuted. Every program of the sources starts under each: refuted when one fails.",
     in_short="Confirmed where each launcher starts a program and all end with one digest; refuted where a program of "
-    "the sources fails under one of them.",
+    "the sources fails under one.",
     loads={
         "ranks": ((2,), (2, 4)),
         "settings": (("model.width=8", "epochs=1"), ("model.width=8", "epochs=1")),

@@ -56,8 +56,8 @@ claim = Claim(
     "run that diverges counts as 1,000,000). Synchronous updates do not jitter: confirmed when every seed has just the "
     "jitter of one process, or when the interval of the ratio of the two lies below the limit; refuted when above. An "
     "interval on neither side: inconclusive. Simulated staleness is reported and decides nothing.",
-    in_short="Waiting is confirmed where others wait more than 0.5 of a worker's pause, its absence where less than "
-    "0.1; jitter, where the asynchronous loss varies more than the synchronous one; all beyond noise.",
+    in_short="Others wait where the added wait is above 0.5 of a worker's pause, and do not where it is below 0.1; the"
+    " loss jitters where it varies more than with synchronous updates; all beyond noise.",
     loads={
         "seeds": ROUNDS,
         "staleness": ((0, 2, 8), (0, 1, 2, 4, 8)),

@@ -30,8 +30,7 @@ claim = Claim(
     "run the other rank finishes all steps although one was killed, refuted when in one it does not, and inconclusive "
     "where a kill did not happen. What an elastic restart mends "
     "is told in figures of its own and does not count: the processes that it starts are new ones.",
-    in_short="Confirmed where in every run the other rank finishes all steps although one was killed; refuted where in"
-    " one it does not.",
+    in_short="Confirmed where in every run the other rank finishes all steps although one was killed.",
     loads={
         "killed_after_without_restart": ((29, 47), (11, 29, 38, 47, 55)),
         "killed_after_with_restart": ((29, 29), (29, 29, 29, 29, 29, 29, 29, 29)),

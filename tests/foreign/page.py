@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -15,7 +14,6 @@ BEGIN, END = "<!-- begin: python -m tests.foreign --page -->", "<!-- end -->"
 OUTCOMES = ("identical", "refused", "warned", "SILENT", "FAULT", "HANG", "not tried")
 SHARDED = tuple(way for way in COLUMNS if way.startswith("shard"))
 KINDS = ("identical on every layout", "refused with `--shard` alone", "refused without it, too", "otherwise")
-_LONGEST = 70
 
 
 def between_marks(kept: Mapping[str, Row]) -> str:
@@ -42,14 +40,13 @@ def _lines(kept: Mapping[str, Row]) -> Iterator[str]:
     yield from ("", f"Without shards {plain['identical'] / max(1, plain.total()):.1%} of the results are identical.")
     if waiting := [key for key, row in kept.items() if any(way not in row["outcomes"] for way in COLUMNS)]:
         yield f"Not tried on some of the layouts yet: {len(waiting)} cases."
-    for group in GROUPS:
-        names = [_name(key) for key in kinds if key.startswith(f"{group}.") and kinds[key] == KINDS[1]]
-        if names:
-            yield from ("", f"Of {group}, {KINDS[1]}: {', '.join(names)}.")
-    yield from ("", "Refused without it, too:", "")
-    yield from (f"- {key}: {_said(kept[key])}" for key in kinds if kinds[key] in KINDS[2:])
-    yield from (f"- not run yet: {key}" for key in known if key not in kept)
-    yield from ("", f"Left out, [as said there](../../tests/foreign/fleet.py): {', '.join(LEFT_OUT)}.")
+    yield ""
+    named = {kind: [key for key in kinds if kinds[key] == kind] for kind in KINDS[1:]}
+    named |= {"not run yet": [key for key in known if key not in kept], "left out": [*LEFT_OUT]}
+    for kind, keys in named.items():
+        for group in GROUPS:
+            if names := [key.partition(".")[2] for key in keys if key.startswith(f"{group}.")]:
+                yield f"- {group}, {kind}: {', '.join(names)}."
 
 
 def _kind(row: Row) -> str:
@@ -59,20 +56,6 @@ def _kind(row: Row) -> str:
     if set(others.values()) != {"refused"}:
         return KINDS[3]
     return KINDS[1] if set(others) <= set(SHARDED) else KINDS[2]
-
-
-def _said(row: Row) -> str:
-    """The first clause of what is said first, without what Markdown would read."""
-    way = next(way for way, outcome in row["outcomes"].items() if outcome != "identical")
-    line = " ".join(row["said"].get(way, "").split())
-    line = re.sub(r"^(error: )?((step \d+, )?(rank|micro-batch) \d[^:]*: )?", "", line)
-    clause = re.split(r"; | \(exit", line)[0]
-    clause = clause if len(clause) <= _LONGEST else clause[:_LONGEST].rsplit(" ", 1)[0] + " …"
-    return clause.replace("<", "&lt;").replace("*", "\\*")
-
-
-def _name(key: str) -> str:
-    return key.partition(".")[2]
 
 
 def _versions(kept: Mapping[str, Row]) -> str:

@@ -14,7 +14,7 @@ from ddp_lab.claims.framework.suite import RULE_CHANGED, faults, is_stale, read,
 
 _RECORDS = "../../benchmarks/results/claims"
 """Where the records lie, seen from the folder of the page."""
-_SHOWN = 3
+_SHOWN = 2
 """The most parts of a claim that are shown with what decided them."""
 _HEAD = f"""# Claims
 
@@ -26,18 +26,18 @@ ddp claims C05       # one of them
 ddp claims --full    # surer: more rounds, sizes and seeds
 ```
 
-A sentence that says several things is judged part by part; up to three parts stand here with the figures that decided
-them. A claim's record has the rest: the original words, method and loads, the whole rule and its history, all figures,
-and the raw measurements. `make report` draws what you have measured.
+A sentence that says several things is judged part by part; two parts stand here with the figures that decided them. The
+command of each claim links to its record: the original words, method, loads, the whole rule with its history, all
+figures, raw measurements. `make report` draws what you have measured.
 
-- **Fixed before.** A record names the commit of its rule and the start of its run. This page cannot be made from a rule
-  that is younger than the run or was not committed. Where a rule has changed since, the old verdict is marked so.
+- **Fixed before.** A record names the commit of its rule and the start of its run. A rule that is younger, or was not
+  committed, stops this page from being made. Where a rule has changed since, the old verdict is marked so.
 - **Beyond noise.** Two ways of doing the same work are timed in interleaved rounds, and the sign test of their ratios
   gives an exact p. At most {FAMILY} tests bear verdicts; Holm's procedure keeps the probability that even one of these
   rests on chance at {100 * FAMILY_ERROR:g} % or less.
 - **Not measurable here.** What stands in for missing CUDA devices is in the record, and decides nothing.
 
-Apply the rules again to the published measurements, and write this page anew:
+Apply the rules to the published measurements again, and make this page:
 
 ```bash
 ddp claims --judge-again --output benchmarks/results
@@ -89,12 +89,12 @@ def _of(known: KnownClaim, found: dict[str, Any] | None) -> list[str]:
     claim = known.claim
     lines = [f"## {claim.id} {claim.title}", "", f"> {claim.claim} (source {', '.join(claim.sources)})", ""]
     verdict = told(found) if found else "not measured"
-    verdict += f" ({RULE_CHANGED})" if found and is_stale(known, found) else ""
+    verdict = verdict[0].upper() + verdict[1:] + (f" ({RULE_CHANGED})" if found and is_stale(known, found) else "")
     parts = found["parts"] if found else []
-    reason = f", {_clause(found['reason'])}" if found and not parts else ""
-    lines += [f"**Verdict: {verdict}**{reason}.", "", *_parts(parts)]
-    again = f"`{found['command']}` · [record]({_RECORDS}/{claim.id}.json)" if found else f"`ddp claims {claim.id}`"
-    return [*lines, f"Rule: {claim.in_short}", "", again, ""]
+    reason = f": {_clause(found['reason'])}" if found and not parts else ""
+    lines += [f"**{verdict}**{reason}.", "", *_parts(parts)]
+    record = f" [`{found['command']}`]({_RECORDS}/{claim.id}.json)" if found else f" `ddp claims {claim.id}`"
+    return [*lines, f"Rule: {claim.in_short}{record}", ""]
 
 
 def _parts(parts: Sequence[dict[str, Any]]) -> list[str]:

@@ -126,7 +126,7 @@ def test_a_rule_that_changed_after_measuring_is_told_and_judges_nothing(setting:
     known = made_up(lambda _: {"one": 1})
     suite.measure_all([known], setting, lambda _: None)
     committed(setting)
-    assert "**Verdict: confirmed**, counted." in page([known], setting.output)
+    assert "**Confirmed**: counted." in page([known], setting.output)
 
     def crashes(measurements: dict[str, Any]) -> Judgement:
         raise KeyError("two")
@@ -135,7 +135,7 @@ def test_a_rule_that_changed_after_measuring_is_told_and_judges_nothing(setting:
     stricter = replace(known, claim=replace(known.claim, loads={"rounds": (8, 21)}), judge=crashes)
     suite.judge_again([stricter], setting.output, said.append)
     assert said == [f"C99 confirmed: {suite.RULE_CHANGED}"]
-    assert f"**Verdict: confirmed ({suite.RULE_CHANGED})**, counted." in page([stricter], setting.output)
+    assert f"**Confirmed ({suite.RULE_CHANGED})**: counted." in page([stricter], setting.output)
 
 
 @pytest.mark.parametrize(
