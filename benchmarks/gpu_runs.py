@@ -18,8 +18,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "evidence" / "machines.
 BEGIN, END = "<!-- begin: python -m benchmarks.gpu_runs -->", "<!-- end -->"
 _PRODUCTS = {"convolutions": "conv", "other products": "matmul"}
 _NOT_YET = "has not run on a GPU yet"
-_CHANGES = {True: ", with changes", False: "", None: ", whether changed is not known"}
-_KINDS = {"images/s: ": "", "from files: ": "from JPEG files: "}
+_CHANGES = {True: ", with changes", False: "", None: ", perhaps changed"}
+_KINDS = {"images/s: ": "", "from files: ": "JPEG files: "}
 """How the names of timed items begin, and what stands for that in the table."""
 
 Lines = Mapping[str, Line]
@@ -43,10 +43,9 @@ def _digests(lines: Lines) -> str:
     found = _exact(lines)
     if not found:
         return f"`make gpu-check` {_NOT_YET}"
-    groups = len({line["group"] for line in found})
-    count = len(found) - groups  # one of each group is what the others are compared with
-    alike = f"{count - len(_unlike(lines))} of {count}"
-    return f"{alike} exact trainings in {groups} settings have the digest of one process"
+    # One of each group is what the others are compared with.
+    count = len(found) - len({line["group"] for line in found})
+    return f"{count - len(_unlike(lines))} of {count} exact trainings have the digest of one process"
 
 
 def _tests(lines: Lines) -> str:
@@ -57,16 +56,15 @@ def _tests(lines: Lines) -> str:
     skipped = Counter(" ".join(line["said"]) for line in found if line["outcome"] == "skipped")
     counts = [f"{outcomes[kind]} {kind}" for kind in ("passed", "failed") if outcomes[kind]]
     counts += [f"{count} skipped ({reason})" for reason, count in sorted(skipped.items())]
-    counts += [f"{outcomes[CUT_OFF]} ended by the limit of the time"] if outcomes[CUT_OFF] else []
+    counts += [f"{outcomes[CUT_OFF]} cut off by the time limit"] if outcomes[CUT_OFF] else []
     counts += [f"of {lines[COLLECTION]['tests']} tests"] if COLLECTION in lines else []
     return f"tests: {', '.join(counts)}"
 
 
 def _on(lines: Lines) -> str:
     last = max(lines.values(), key=lambda line: str(line["date"]))
-    on, changed = last["on"], _CHANGES[last["dirty"]]
-    machine = f"{on['devices']} x {on['device']}, driver {on['driver']}, torch {on['torch']}"
-    return f"{machine}, {last['date'][:10]}, commit {str(last['commit'])[:12]}{changed}"
+    on, commit = last["on"], f"commit {str(last['commit'])[:12]}{_CHANGES[last['dirty']]}"
+    return f"{last['date'][:10]}, {commit}, {on['devices']} x {on['device']}, torch {on['torch']}"
 
 
 def _exact(lines: Lines) -> list[Line]:
@@ -92,11 +90,7 @@ def between_marks(folder: Path = RESULTS) -> str:
 
 
 def _head(lines: Lines, before: Sequence[Lines]) -> Iterator[str]:
-    yield f"Last recorded: {_on(lines)}."
-    yield from ("", f"- {_digests(lines)}", f"- {_tests(lines)}")
-    for each in before:
-        commit, date = (str(next(iter(each.values()))[name]) for name in ("commit", "date"))
-        yield f"- before it, commit {commit[:12]} of {date[:10]}: {_digests(each)}; {_tests(each)}"
+    yield from (f"- {_on(each)}: {_digests(each)}; {_tests(each)}" for each in (lines, *before))
 
 
 def _digest_table(lines: Lines) -> Iterator[str]:
@@ -120,20 +114,20 @@ def _speed_table(lines: Lines) -> Iterator[str]:
                 continue
             times = times_plain(case, speeds) if case != ARTICLE else None
             yield f"| {words}{case} | {speed:.0f} | {f'{times:.2f}' if times else ''} |".replace("|  |", "| |")
-    yield from ("", "Plain: with any kernel, in the same precision and layout, compiled where the row is.")
+    yield from ("", "Plain has any kernel, the same precision and layout, and is compiled where the row is.")
     for line in lines.values():
         if tf32 := line.get("switches", {}).get("tf32"):
             kinds = (f"{kind} in {'TF32' if tf32[of] == 'tf32' else 'float32'}" for kind, of in _PRODUCTS.items())
-            yield f"The article's loop is as torch does it by default: {', '.join(kinds)}."
+            yield f"The article's loop (`python -m benchmarks.gpu`) has torch's defaults: {', '.join(kinds)}."
 
 
 def _test_list(lines: Lines) -> Iterator[str]:
     failed = [(item, line) for item, line in lines.items() if line["outcome"] == "failed"]
-    yield from ("", f"Failed: {len(failed)}.", *([""] if failed else []))
+    yield from ([""] if failed else [])
     for item, line in failed:
-        yield f"- {item}: `{(line.get('said') or ['no word'])[-1].replace('`', '')}`"
+        yield f"- {item} failed: `{(line.get('said') or ['no word'])[-1].replace('`', '')}`"
     if cut_off := {item.partition("[")[0]: None for item, line in lines.items() if line["outcome"] == CUT_OFF}:
-        yield from ("", f"Ended by the limit of the time, at least in part, so not known: {'; '.join(cut_off)}.")
+        yield from ("", f"Cut off by the time limit, at least in part: {'; '.join(cut_off)}.")
 
 
 def write() -> None:

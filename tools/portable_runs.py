@@ -186,7 +186,8 @@ def table(records: Sequence[Record]) -> str:
         cpus.setdefault(key, []).append(each["cpu"] + (" (emulated)" if each["emulator"] else ""))
     rows: dict[tuple[str, str], list[str]] = {}
     for (torch, command, digest), found in sorted(cpus.items()):
-        rows.setdefault((torch, ", ".join(sorted(found))), []).append(f"- `{command}`: `{digest[:12]}…`")
+        short = command.replace(" --device cpu --numerics portable", "")
+        rows.setdefault((torch, ", ".join(sorted(found))), []).append(f"- `{short}`: `{digest[:12]}…`")
     return "\n\n".join(
         f"With torch {torch} on {on}:\n\n" + "\n".join(trainings) for (torch, on), trainings in rows.items()
     )

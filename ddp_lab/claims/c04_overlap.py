@@ -48,8 +48,8 @@ claim = Claim(
     "alone takes over loopback 20 % or more of its time over the links: then the cores are the limit. Parameters "
     "during backward: confirmed when one changes before backward ends, refuted when all change in the optimizer's step "
     "alone, else inconclusive.",
-    in_short="Confirmed where all-reduce after backward makes a step longer beyond noise; and where a parameter "
-    "changes before backward ends.",
+    in_short="Confirmed where all-reduce after backward takes longer beyond noise; and where a parameter changes "
+    "before backward ends.",
     loads={
         "rounds": (ROUNDS[0], 21),
         "rounds_on_loopback": (8, 8),

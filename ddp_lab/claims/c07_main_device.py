@@ -32,8 +32,8 @@ claim = Claim(
     rule="Confirmed when under DP the first device has the highest peak memory and the most kernel time, and max/mean "
     "over the devices is higher under DP than under DDP for both; refuted when neither holds, else inconclusive. Not "
     "measurable with fewer than two CUDA devices.",
-    in_short="Confirmed where under DP the first device has the most memory and kernel time, and both are shared out "
-    "less evenly than under DDP.",
+    in_short="Confirmed where under DP the first device has the most memory and kernel time, both less evenly shared "
+    "than under DDP.",
     loads={"steps": (10, 50), "samples_per_device": (64, 64), "first_steps": (3, 3)},
     history=versions("2026-11-22 255af1f37511a3d9 The first version with stated loads; the rule is the one before."),
     seconds=(1, 60),

@@ -45,7 +45,7 @@ claim = Claim(
     "in every step, the weights and as many bytes of gradients to or from each further device, else refuted; not "
     "measurable with fewer than two CUDA devices.",
     in_short="Confirmed where DDP's bytes are within 5 % of those of gradients and buffers; and where DP sends weights"
-    " and gradients to or from each further device.",
+    " and gradients to each further device.",
     loads={
         "ranks": ((2, 4), (2, 3, 4, 8)),
         "steps": (10, 10),

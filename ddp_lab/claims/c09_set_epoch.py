@@ -27,8 +27,8 @@ claim = Claim(
     rule="Two parts. The order repeats: confirmed when on every rank all epochs are equal without set_epoch and all "
     "different with it (shuffle on), else refuted. The model sees only part of the data: confirmed when in some epoch "
     "without set_epoch all ranks together, whose gradients are averaged, do not see every sample, else refuted.",
-    in_short="The order repeats where all epochs are equal without `set_epoch` and all different with it; data are "
-    "missing where in some epoch the ranks together miss a sample.",
+    in_short="Confirmed where all epochs are equal without `set_epoch` and different with it; and where in some epoch "
+    "the ranks together miss a sample.",
     loads={"samples": (64, 1000), "epochs": (4, 8), "ranks": (2, 4), "batch": (8, 8)},
     history=versions(
         "2026-11-22 d2cd38bc1cd055a5 That the model sees only part of the data was quoted and measured, but not "

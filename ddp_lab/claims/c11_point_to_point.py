@@ -59,8 +59,8 @@ claim = Claim(
     "between the slopes of a perfect tree (0.5) and of the loop. Not measurable without six CUDA devices or "
     "namespaces with links of their own, nor for a way whose copying alone (over loopback, to all receivers) takes 20 "
     "% of its time or more: then the cores are the limit, not the links.",
-    in_short="Confirmed for the loop where its time grows as a line, not a square; for a collective where its slope is"
-    " below 0.75 of the loop's beyond noise.",
+    in_short="Confirmed where the loop's time grows as a line, not a square; and where a collective's slope is below "
+    "0.75 of the loop's beyond noise.",
     loads={
         "megabytes": (5, 5),
         "processes": ((2, 4, 6), (2, 3, 4, 5, 6)),

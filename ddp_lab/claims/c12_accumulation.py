@@ -37,7 +37,7 @@ claim = Claim(
     "and a mean loss that is not divided by k gives k times the gradient, else refuted. The same with BatchNorm: "
     "confirmed when it differs by at most the tolerance, too, else refuted.",
     in_short="Confirmed where x² gives 8 and then 16, and where micro-batches differ from one large batch by at most a"
-    " millionth of the gradient's norm.",
+    " millionth of its norm.",
     loads={"samples": (64, 64), "micro_batches": ((4,), (2, 4, 8)), "ranks": (2, 4), "tolerance": (1e-6, 1e-6)},
     history=versions(
         "2026-11-22 4fa300071486cfe3 The rule is the one before with its tolerance among the loads; several k and more "

@@ -44,8 +44,8 @@ claim = Claim(
     "not, and this project's evaluation at all sizes. Faster, each way: confirmed when all ranks take less time than "
     "rank 0 alone beyond noise, refuted when they take more, else inconclusive; not measurable with fewer than two "
     "cores.",
-    in_short="Losses are the same where they agree to 1e-6 relative at every size; all ranks are faster where they "
-    "take less time beyond noise.",
+    in_short="Confirmed where losses agree to 1e-6 relative at every size; and where all ranks take less time beyond "
+    "noise.",
     loads={
         "sizes": ((1, 3, 5, 10, 64, 101), (1, 3, 5, 10, 64, 101)),
         "agree_to": (1e-6, 1e-6),

@@ -56,8 +56,8 @@ claim = Claim(
     "run that diverges counts as 1,000,000). Synchronous updates do not jitter: confirmed when every seed has just the "
     "jitter of one process, or when the interval of the ratio of the two lies below the limit; refuted when above. An "
     "interval on neither side: inconclusive. Simulated staleness is reported and decides nothing.",
-    in_short="Others wait where the added wait is above 0.5 of a worker's pause, and do not where it is below 0.1; the"
-    " loss jitters where it varies more than with synchronous updates; all beyond noise.",
+    in_short="Confirmed where the added wait is above 0.5 of a worker's pause with synchronous updates, and below 0.1 "
+    "with asynchronous ones; and where asynchronous losses vary more; all beyond noise.",
     loads={
         "seeds": ROUNDS,
         "staleness": ((0, 2, 8), (0, 1, 2, 4, 8)),

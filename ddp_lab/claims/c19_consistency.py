@@ -48,8 +48,8 @@ claim = Claim(
     "is not measurable here without two CUDA devices. The order of additions is the cause: refuted when with any seed "
     "exact reduction ends with other bits on the ranks than on one device; confirmed when it does with none and "
     "torch's DDP with the same micro-batches with at least one; else inconclusive.",
-    in_short="Ranks agree with the same bits for every seed, and results differ with other bits for one; the order is "
-    "the cause where exact reduction has no difference and torch's DDP with the same micro-batches has.",
+    in_short="Confirmed where ranks have the same bits with every seed; where results differ with one; and where exact"
+    " reduction ends the difference that torch's DDP has with the same micro-batches.",
     loads={
         "seeds": ROUNDS,
         "ranks": (2, 2),

@@ -46,8 +46,8 @@ claim = Claim(
     "batch is ready, else inconclusive. Faster: confirmed when with 2 workers the samples per second are above those "
     "without workers beyond noise, refuted when below, else inconclusive; not measurable with one core. The shares of "
     "waiting, and 1 and 4 workers, are reported.",
-    in_short="Confirmed where workers alone have fetched, as many batches are ready as they may fetch ahead, and two "
-    "workers give more samples per second beyond noise.",
+    in_short="Confirmed where workers alone have fetched as far ahead as they may, and two give more samples per "
+    "second beyond noise.",
     loads={
         "rounds": ROUNDS,
         "steps": (16, 16),

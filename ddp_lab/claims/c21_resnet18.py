@@ -50,7 +50,7 @@ claim = Claim(
     "program completes with finite losses in two steps or more, refuted when it fails, not measurable here where the "
     "memory for it is not free or, on CPU, without --full.",
     in_short="Confirmed where all losses are finite and the last pass over the images has a lower mean loss than the "
-    "first, and than chance; for batch 256, where two steps complete.",
+    "first, and than chance.",
     loads={
         "batch_on_cpu": (4, 4),
         "images_on_cpu": (8, 8),

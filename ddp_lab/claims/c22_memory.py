@@ -54,8 +54,8 @@ claim = Claim(
     "the process without a limit, else refuted. Nothing else trains such a model: refuted when sharded data "
     "parallelism does, with these losses, too; else inconclusive. Not measurable here where the system does not tell a "
     "process's peak memory, or does not keep to the limit.",
-    in_short="Confirmed where estimates are within 15 % of the peak, and where trainings within a limit of memory end "
-    "as the sentence says.",
+    in_short="Confirmed where estimates are within 15 % of the peak, and where trainings in limited memory end as the "
+    "sentence says.",
     loads={
         "cases": (QUICK, FULL),
         "tolerance": (0.15, 0.15),

@@ -21,23 +21,21 @@ _HEAD = f"""# Claims
 Look up what articles say about DP and DDP, and whether it held when it was measured. {{machine}}
 
 ```bash
-make claims          # measure all of them here, about ten minutes on two cores
+make claims          # measure all here, about ten minutes on two cores
 ddp claims C05       # one of them
-ddp claims --full    # surer: more rounds, sizes and seeds
+ddp claims --full    # more rounds, sizes and seeds
 ```
 
 A sentence that says several things is judged part by part; two parts stand here with the figures that decided them. The
-command of each claim links to its record: the original words, method, loads, the whole rule with its history, all
-figures, raw measurements. `make report` draws what you have measured.
+command of each claim links to its record: the original words, method, loads, the whole rule, all figures, and the raw
+measurements. `make report` draws what you have measured.
 
 - **Fixed before.** A record names the commit of its rule and the start of its run. A rule that is younger, or was not
   committed, stops this page from being made. Where a rule has changed since, the old verdict is marked so.
-- **Beyond noise.** Two ways of doing the same work are timed in interleaved rounds, and the sign test of their ratios
-  gives an exact p. At most {FAMILY} tests bear verdicts; Holm's procedure keeps the probability that even one of these
-  rests on chance at {100 * FAMILY_ERROR:g} % or less.
-- **Not measurable here.** What stands in for missing CUDA devices is in the record, and decides nothing.
+- **Beyond noise.** Ways of doing the same work are timed in interleaved rounds, and compared by an exact sign test.
+  Holm's procedure keeps the probability that one of at most {FAMILY} tests rests on chance at {100 * FAMILY_ERROR:g} %.
 
-Apply the rules to the published measurements again, and make this page:
+Judge the published measurements again, and make this page:
 
 ```bash
 ddp claims --judge-again --output benchmarks/results
