@@ -243,7 +243,7 @@ def costs() -> str:
             f"{span(_across('two levels'))} {TIMES}"
         ),
         "exact sum in two levels ÷ gloo's own sums in two levels, on the same links": (
-            f"{span(_across('two levels', 'all_reduce, two levels'))} {TIMES}"
+            f"{span([row['of_two_levels'] for row in results_of('nodes')])} {TIMES}"
         ),
         **{
             f"exact step with `--shard {mode}` ÷ plain DDP, 2 and 4 ranks, hardly any computing": (
@@ -254,19 +254,18 @@ def costs() -> str:
         "`--shard parameters` ÷ FSDP2 over gloo, with an all-to-all, which sends as much": (
             f"{span([*map(of_fair, results_of('fully_sharded'))])} {TIMES}"
         ),
-        "first run of an experiment: its rehearsal and witness": (
+        "first run of an experiment: its rehearsal and witness (27 November, 3 rounds)": (
             f"{span([each['more_seconds_first'] for each in guarded], 1)} s more"
         ),
-        "steps of a guarded run ÷ those of one with `--rehearsal off`": (
+        "steps of a guarded run ÷ those of one with `--rehearsal off` (27 November, 3 rounds)": (
             f"{span([each['steps_again'] for each in guarded if 'steps_again' in each])} {TIMES}"
         ),
     }
     return _table(["", "time"], rows.items())
 
 
-def _across(level: str, base: str = "all_reduce") -> list[float | None]:
-    ratios = [row["ratios"] for row in results_of("nodes")]
-    return [each[level] / each[base] if level in each and base in each else None for each in ratios]
+def _across(level: str) -> list[float | None]:
+    return [row["ratios"].get(level) for row in results_of("nodes")]
 
 
 _FAULTS = {

@@ -8,6 +8,7 @@ has the site's looks and the order of its pages.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -96,15 +97,9 @@ def gather(pages: Path) -> None:
         page.parent.mkdir(parents=True, exist_ok=True)
         if source.suffix in SHOWN_BY_BROWSERS:
             shutil.copyfile(source, page)
-<<<<<<< HEAD
         elif source.suffix == ".md":
             text, linked = mended(source.read_text(), source)
-            page.write_text(text + charts(source))
-=======
-        elif source.suffix in {".md", ".ipynb"}:
-            text, linked = mended(notebook(source) if source.suffix == ".ipynb" else source.read_text(), source)
-            page.write_text(text)
->>>>>>> hE
+            page.write_text(f"---\ndescription: {json.dumps(description(text), ensure_ascii=False)}\n---\n\n{text}")
             waiting += linked
         else:
             files = sorted(file for file in source.iterdir() if file.is_file()) if source.is_dir() else []
@@ -129,21 +124,12 @@ def mended(text: str, source: Path) -> tuple[str, list[Path]]:
     return _LINK.sub(lead, text), linked
 
 
-<<<<<<< HEAD
-def charts(source: Path) -> str:
-    """The charts of a claim's page, in the colours of the site; nothing for another page."""
-    record = MEASURED / f"{source.stem.upper()}.json"
-    if source.parent != CLAIMS or not record.exists():
-        return ""
-    plots = claim_plots(Claim.model_validate_json(record.read_text()))
-    figures = [f"<figure>{plot.svg}<figcaption>{plot.title}</figcaption></figure>" for plot in plots]
-    return '\n## Charts\n\n<div class="charts">\n{}\n</div>\n'.format("\n".join(figures)) if figures else ""
-=======
-def notebook(source: Path) -> str:
-    """A notebook as a page: its cells, one after the other."""
-    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(source.read_text())["cells"]]
-    return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells) + "\n"
->>>>>>> hE
+def description(text: str) -> str:
+    """What search engines and previews show of a page: the first sentence of its first paragraph."""
+    paragraphs = re.split(r"\n\s*\n", re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL))
+    first = next((each for each in paragraphs if each[:1].isalpha() or each[:1] in "`[*"), "")
+    words = " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", first).replace("*", "").replace("`", "").split())
+    return re.split(r"(?<=[.?!:]) ", words)[0].rstrip(":")
 
 
 def listing(source: Path, files: Sequence[Path]) -> str:
