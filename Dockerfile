@@ -126,7 +126,7 @@ ARG TORCH
 # `make` hands them in. A bare `docker compose build` cannot, and the image then says that its commit is unknown: .git
 # stays out of the build, because in a worktree or an unpacked archive it names no commit, and it never says whether
 # files were changed since.
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0.dev0
 ARG GIT_COMMIT=unknown
 ARG GIT_DIRTY=unknown
 ENV DDP_IMAGE_VERSION=$VERSION \

@@ -147,15 +147,3 @@ def times_plain(case: str, speeds: Mapping[str, float]) -> float | None:
 def _alike(case: str) -> str:
     """The reduction and what changes the arithmetic, without the micro-batches and what only launches them."""
     return case.partition(",")[0]
-
-
-def summary_of(speeds: Mapping[str, float]) -> str:
-    """How much longer the exact reduction takes than plain in the same precision and layout, from images per second."""
-    said: dict[str, list[str]] = {}
-    for case in sorted((case for case in speeds if case.startswith("exact")), key=lambda case: -speeds[case]):
-        if (times := times_plain(case, speeds)) is not None:
-            said.setdefault(_alike(case), []).append(f"{times:.2f} ({case.partition(', ')[2]})")
-    if not said:
-        return "no figure"
-    rows = "; ".join(f"{alike} {', '.join(times)}" for alike, times in said.items())
-    return f"times as long as plain with any kernel in the same precision and layout: {rows}"

@@ -7,7 +7,7 @@ Nothing is installed and nothing is fetched: it runs with the packages that PYTH
 takes those in WHEELS (wheels, or what is in them). Each result is appended to OUT/gpu_check.jsonl as it comes, with
 the commit (by git, or DDP_GIT_COMMIT) and GPU. What is recorded there or in benchmarks/results, for the same two,
 is left out, so the same command goes on where the last one stopped. `--merge` takes the lines of OUT into
-benchmarks/results and writes docs/reference/gpu-runs.md.
+benchmarks/results and writes docs/evidence/machines.md.
 
 The list: (a) digests of the plainest layouts, (b) images per second, (c) all other digests, (d) that no step waits for
 the device, (e) all other tests of tests/gpu. SLICE=2/6 runs the second sixth of (e) alone.

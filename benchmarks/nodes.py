@@ -131,6 +131,7 @@ def measure(shapes: list[str], rates: list[int], rounds: int) -> list[dict[str, 
                     "ranks_per_node": per_node,
                     "mbit_per_second": rate or None,
                     "ratios": ratios,
+                    "of_two_levels": medians["two levels"] / medians["all_reduce, two levels"],
                     "target": TARGETS.get(rate),
                     "ways": found,
                 }

@@ -22,10 +22,9 @@ PAGES: dict[Path, Mapping[str, Callable[[], str]]] = {
         "| | asynchronous save |": tables.saving,
         "| seconds |": tables.commands,
     },
-    ROOT / "docs" / "reference" / "cost-of-exactness.md": {
+    ROOT / "docs" / "evidence" / "costs.md": {
         "| ranks | pieces |": tables.one_sum,
         f"| nodes {tables.TIMES} ranks |": tables.across_nodes,
-        f"| parts: nodes {tables.TIMES} ranks |": tables.parts_across_nodes,
         "| micro-batches per rank | 1 |": tables.copies_of_gradients,
         "| micro-batches per rank | contiguous": tables.strided_shares,
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -156,32 +157,25 @@ def strided_shares() -> str:
 
 
 def across_nodes() -> str:
-    """Bytes out of a node, and times of the ordered sum in one level and two, of gloo's all_reduce."""
-    return _across_nodes("one level", "two levels")
+    """Bytes out of a node, and times of gloo's all_reduce, of the ordered sum in one level and two, and of its parts.
 
-
-def parts_across_nodes() -> str:
-    """A table of sums of which each rank gets its part, and the way back: strided shares and shards."""
-    return _across_nodes("parts, one level", "parts, two levels")
-
-
-def _across_nodes(*levels: str) -> str:
+    Parts are sums of which each rank gets its own, and the way back: strided shares and shards.
+    """
     found = results_of("nodes")
     shapes = list(dict.fromkeys((row["nodes"], row["ranks_per_node"]) for row in found))
     rates = list(dict.fromkeys(row["mbit_per_second"] for row in found))
     rows = []
-    for shape in shapes:
+    for kind, shape in product(("", "parts, "), shapes):
+        levels = [f"{kind}{level}" for level in ("one level", "two levels")]
         by_rate = {row["mbit_per_second"]: row for row in found if (row["nodes"], row["ranks_per_node"]) == shape}
-        name, ways = f" {TIMES} ".join(map(str, shape)), by_rate[rates[0]]["ways"]
+        name, ways = kind + f" {TIMES} ".join(map(str, shape)), by_rate[rates[0]]["ways"]
         if levels[0] not in ways:
             rows.append([name, NOT_YET, *("-" for _ in rates)])
             continue
         sent = ", ".join(f"{median(ways[way]['bytes']) / 1e6:.1f}" for way in ("all_reduce", *levels))
         ratios = ([by_rate[rate]["ratios"][level] for level in levels] for rate in rates)
         rows.append([name, f"{sent} MB", *(f"{one:.2f}, **{two:.2f}**" for one, two in ratios)])
-    what = f"{'parts: ' if levels[0].startswith('parts') else ''}nodes {TIMES} ranks"
-    links = (f"{_link(rate)}: one level, two" for rate in rates)
-    return _table([what, "out of a node: all_reduce, one level, two", *links], rows)
+    return _table([f"nodes {TIMES} ranks", "out of a node", *map(_link, rates)], rows)
 
 
 def _link(rate: int | None) -> str:
@@ -251,7 +245,7 @@ def costs() -> str:
             f"{span(_across('two levels'))} {TIMES}"
         ),
         "exact sum in two levels ÷ gloo's own sums in two levels, on the same links": (
-            f"{span(_across('two levels', 'all_reduce, two levels'))} {TIMES}"
+            f"{span([row['of_two_levels'] for row in results_of('nodes')])} {TIMES}"
         ),
         **{
             f"exact step with `--shard {mode}` ÷ plain DDP, 2 and 4 ranks, hardly any computing": (
@@ -262,19 +256,18 @@ def costs() -> str:
         "`--shard parameters` ÷ FSDP2 over gloo, with an all-to-all, which sends as much": (
             f"{span([*map(of_fair, results_of('fully_sharded'))])} {TIMES}"
         ),
-        "first run of an experiment: its rehearsal and witness": (
+        "first run of an experiment: its rehearsal and witness (27 November, 3 rounds)": (
             f"{span([each['more_seconds_first'] for each in guarded], 1)} s more"
         ),
-        "steps of a guarded run ÷ those of one with `--rehearsal off`": (
+        "steps of a guarded run ÷ those of one with `--rehearsal off` (27 November, 3 rounds)": (
             f"{span([each['steps_again'] for each in guarded if 'steps_again' in each])} {TIMES}"
         ),
     }
     return _table(["", "time"], rows.items())
 
 
-def _across(level: str, base: str = "all_reduce") -> list[float | None]:
-    ratios = [row["ratios"] for row in results_of("nodes")]
-    return [each[level] / each[base] if level in each and base in each else None for each in ratios]
+def _across(level: str) -> list[float | None]:
+    return [row["ratios"].get(level) for row in results_of("nodes")]
 
 
 _FAULTS = {

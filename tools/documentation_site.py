@@ -1,8 +1,8 @@
 """What `make site` does: the documentation as a site that needs no network, in build/site/html.
 
 The site has the folders of the repository, so a link between two pages holds there as it does on the forge. The pages
-are copied; a link to anything else, such as a program, leads to a page that shows it. A claim's page gets the charts of
-what was measured, and runs become a report. docs/site has the site's looks and the order of its pages.
+are copied; a link to anything else, such as a program, leads to a page that shows it. Runs become a report. docs/site
+has the site's looks and the order of its pages.
 """
 
 from __future__ import annotations
@@ -20,15 +20,10 @@ from tempfile import TemporaryDirectory
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import UserError
-from ddp_lab.report.charts.claims import claim_plots
-from ddp_lab.report.charts.style import DARK, LIGHT
 from ddp_lab.report.page import write_report
-from ddp_lab.report.reading.claims import Claim
 
 ROOT = Path(__file__).resolve().parent.parent
 LOOKS = ROOT / "docs" / "site"
-CLAIMS = ROOT / "docs" / "reference" / "claims"
-MEASURED = ROOT / "benchmarks" / "results" / "claims"
 
 LANGUAGES = {".py": "python", ".sbatch": "bash", ".sh": "bash", ".yaml": "yaml", ".diff": "diff", ".cff": "yaml"}
 SHOWN_BY_BROWSERS = {".json", ".txt", ".svg", ".png"}
@@ -38,10 +33,10 @@ BEFORE_REPORT = """\
 
 [Open the report](report/index.html){{ .md-button .md-button--primary }}
 
-`ddp report` has made it of the runs below, and of the [claims](docs/reference/claims.md) as they were measured last. It
+`ddp report` has made it of the runs below, and of the [claims](docs/evidence/claims.md) as they were measured last. It
 is one file that loads nothing, so that it can be mailed. `make site` trains the runs on the machine that builds the
-site, unless it is given others. [What each figure means](docs/reference/report.md) ·
-[a report of your own runs](docs/how-to/make-a-report.md)
+site, unless it is given others. [What each figure means](docs/how-to/watch-a-run.md#what-the-figures-mean) ·
+[a report of your own runs](docs/how-to/watch-a-run.md#the-report)
 
 | experiment | layout | trained | weights |
 |---|---|---|---|
@@ -65,7 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report(known.runs, pages)
     for looks in LOOKS.iterdir():
         shutil.copyfile(looks, (known.to if looks.suffix == ".yml" else pages) / looks.name)
-    (pages / "colors.css").write_text(colors())
     return build(known.to)
 
 
@@ -77,9 +71,9 @@ def build(folder: Path) -> int:
 
 
 def sources() -> list[Path]:
-    """The files that are pages of the site: Markdown and notebooks."""
+    """The files that are pages of the site."""
     docs = ROOT / "docs"
-    return sorted([*ROOT.glob("*.md"), *docs.rglob("*.md"), *docs.rglob("*.ipynb"), ROOT / "benchmarks" / "README.md"])
+    return sorted([*ROOT.glob("*.md"), *docs.rglob("*.md"), ROOT / "benchmarks" / "README.md"])
 
 
 def place(source: Path) -> Path:
@@ -103,9 +97,9 @@ def gather(pages: Path) -> None:
         page.parent.mkdir(parents=True, exist_ok=True)
         if source.suffix in SHOWN_BY_BROWSERS:
             shutil.copyfile(source, page)
-        elif source.suffix in {".md", ".ipynb"}:
-            text, linked = mended(notebook(source) if source.suffix == ".ipynb" else source.read_text(), source)
-            page.write_text(text + charts(source))
+        elif source.suffix == ".md":
+            text, linked = mended(source.read_text(), source)
+            page.write_text(f"---\ndescription: {json.dumps(description(text), ensure_ascii=False)}\n---\n\n{text}")
             waiting += linked
         else:
             files = sorted(file for file in source.iterdir() if file.is_file()) if source.is_dir() else []
@@ -130,20 +124,12 @@ def mended(text: str, source: Path) -> tuple[str, list[Path]]:
     return _LINK.sub(lead, text), linked
 
 
-def notebook(source: Path) -> str:
-    """A notebook as a page: its cells, one after the other."""
-    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(source.read_text())["cells"]]
-    return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells) + "\n"
-
-
-def charts(source: Path) -> str:
-    """The charts of a claim's page, in the colours of the site; nothing for another page."""
-    record = MEASURED / f"{source.stem.upper()}.json"
-    if source.parent != CLAIMS or not record.exists():
-        return ""
-    plots = claim_plots(Claim.model_validate_json(record.read_text()))
-    figures = [f"<figure>{plot.svg}<figcaption>{plot.title}</figcaption></figure>" for plot in plots]
-    return '\n## Charts\n\n<div class="charts">\n{}\n</div>\n'.format("\n".join(figures)) if figures else ""
+def description(text: str) -> str:
+    """What search engines and previews show of a page: the first sentence of its first paragraph."""
+    paragraphs = re.split(r"\n\s*\n", re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL))
+    first = next((each for each in paragraphs if each[:1].isalpha() or each[:1] in "`[*"), "")
+    words = " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", first).replace("*", "").replace("`", "").split())
+    return re.split(r"(?<=[.?!:]) ", words)[0].rstrip(":")
 
 
 def listing(source: Path, files: Sequence[Path]) -> str:
@@ -161,15 +147,6 @@ def program(source: Path) -> str:
 def _aside(title: str, text: str) -> str:
     """A page that is reached by links alone, not by the search."""
     return f"---\nsearch:\n  exclude: true\n---\n\n# {title}\n\n{text}\n"
-
-
-def colors() -> str:
-    """The colours of the charts as a style sheet, for light and dark pages."""
-    rules = {"": LIGHT, '[data-md-color-scheme="slate"] ': DARK}
-    return "".join(
-        f"{scheme}.charts {{ {' '.join(f'--{name}: {color};' for name, color in values.items())} }}\n"
-        for scheme, values in rules.items()
-    )
 
 
 def report(runs: Path, pages: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page of machines that have run the probe, docs/reference/machines-seen.md: `python -m tools.machines_seen`.
+"""The CPUs of docs/evidence/machines.md, which have run the probe: `python -m tools.machines_seen`.
 
     ddp probe --share > record.json
     python -m tools.machines_seen record.json
@@ -23,7 +23,7 @@ from tools import portable_runs
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "benchmarks" / "results" / "machines-seen.json"
-PAGE = ROOT / "docs" / "reference" / "machines-seen.md"
+PAGE = ROOT / "docs" / "evidence" / "machines.md"
 BEGIN, END = "<!-- begin: python -m tools.machines_seen -->", "<!-- end -->"
 BEGIN_RUNS = "<!-- begin: python -m tools.portable_runs -->"
 
@@ -59,24 +59,24 @@ def write_page() -> None:
 
 
 def table(records: list[Record]) -> str:
-    """A row for each machine and version of the rules."""
-    head = "| CPU | seen by a program as | date, code | torch | rules | digests that agree | which differ |\n"
-    return head + "|---|---|---|---|---|---|---|\n" + "\n".join(row for each in records for row in _rows(each))
+    """A row for each machine and version of the rules: its newest record."""
+    newest: dict[tuple[str, str, str], str] = {}
+    for record in records:
+        machine, commit = record["machine"], (record["code"].get("commit") or record["code"].get("version") or "?")[:8]
+        for each in record["outcomes"]:
+            differ = f"; {'; '.join(each['different'][:3])}" if each["different"] else ""
+            digests = f"{each['reproduced']} of {each['published']}{differ}"
+            place = (machine["cpu"], _seen(machine), f"{record['versions']['torch']}, rules {each['rules']}")
+            newest[place] = f"{record['date']}, {commit} | {digests}"
+    head = "| CPU | seen by a program as | torch | date, commit | digests that agree |\n|---|---|---|---|---|\n"
+    return head + "\n".join(f"| {' | '.join(place)} | {said} |" for place, said in newest.items())
 
 
-def _rows(record: Record) -> list[str]:
-    machine, code = record["machine"], record["code"]
+def _seen(machine: Record) -> str:
     seen = [f"family {machine['family']}, model {machine['model']}"] if machine.get("family") is not None else []
     seen += ["AVX-512" if "avx512f" in machine["has"] else "no AVX-512"]
     seen += ["AMX"] if "amx_tile" in machine["has"] else []
-    seen += ["a virtual machine"] if machine.get("is_virtual") else []
-    commit = (code.get("commit") or code.get("version") or "not told")[:8]
-    cells = f"| {machine['cpu']} | {', '.join(seen)} | {record['date']}, {commit} | {record['versions']['torch']} |"
-    return [
-        f"{cells} {each['rules']} | {each['reproduced']} of {each['published']} | "
-        f"{'; '.join(each['different'][:3]) or 'none'}{' and more' if len(each['different']) > 3 else ''} |"
-        for each in record["outcomes"]
-    ]
+    return ", ".join(seen + (["virtual"] if machine.get("is_virtual") else []))
 
 
 if __name__ == "__main__":

@@ -179,17 +179,17 @@ def differences(records: Sequence[Record]) -> list[str]:
 
 
 def table(records: Sequence[Record]) -> str:
-    """A row for each command and digest, with the CPUs that ended with it."""
-    rows: dict[tuple[str, str, str], list[str]] = {}
+    """A row for each training and digest of one torch, below the CPUs that ended with it."""
+    cpus: dict[tuple[str, str, str], list[str]] = {}
     for each in records:
-        commit = (each["code"].get("commit") or each["code"].get("version") or "not told")[:8]
-        cpu = each["cpu"] + (", emulated" if each["emulator"] else "")
-        key = (each["command"], each["versions"]["torch"].partition("+")[0], each["weights_sha256"])
-        rows.setdefault(key, []).append(f"{cpu} ({each['date']}, {commit})")
-    head = "| command | torch | weights | on |\n|---|---|---|---|\n"
-    return head + "\n".join(
-        f"| `{command}` | {torch} | `{digest[:12]}…` | {'; '.join(cpus)} |"
-        for (command, torch, digest), cpus in sorted(rows.items())
+        key = (each["versions"]["torch"].partition("+")[0], each["command"], each["weights_sha256"])
+        cpus.setdefault(key, []).append(each["cpu"] + (" (emulated)" if each["emulator"] else ""))
+    rows: dict[tuple[str, str], list[str]] = {}
+    for (torch, command, digest), found in sorted(cpus.items()):
+        short = command.replace(" --device cpu --numerics portable", "")
+        rows.setdefault((torch, ", ".join(sorted(found))), []).append(f"- `{short}`: `{digest[:12]}…`")
+    return "\n\n".join(
+        f"With torch {torch} on {on}:\n\n" + "\n".join(trainings) for (torch, on), trainings in rows.items()
     )
 
 

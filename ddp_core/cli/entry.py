@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         raise UserError(
             "torch is not installed in this environment; which of its builds it shall be is yours to say: "
-            "`pip install torch`, or after `uv sync` as docs/how-to/install-with-uv.md shows"
+            "`pip install torch`, or after `uv sync` as docs/how-to/install.md shows"
         ) from None
     except (click.UsageError, UserError) as raised:
         error = _in_one_line(raised) if isinstance(raised, click.UsageError) else raised

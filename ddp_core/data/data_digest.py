@@ -59,7 +59,7 @@ _GIVEN = "content, given by the builder"
 _UNSTEADY = "nothing: items differ from one read to the next"
 ADVICE = (
     "draw random numbers from a generator keyed by the item's index, or use Splits.augmentation "
-    "(docs/how-to/augment-your-data.md)"
+    "(docs/how-to/use-data.md)"
 )
 """What to do about items that differ from one read to the next."""
 

@@ -28,8 +28,7 @@ _EXPECTED = (
     "or ddp_core.data.splits.Splits"
 )
 _INDEX = (
-    "put its shards behind __len__ and __getitem__ (docs/how-to/stream-from-shards.md), or ask its library by index "
-    "(docs/how-to/use-streaming-libraries.md)"
+    "put its shards behind __len__ and __getitem__, or ask its library by index (docs/how-to/stream-from-shards.md)"
 )
 
 Sample = TypeVar("Sample", covariant=True)

@@ -1,23 +1,13 @@
 """How much faster N workers are than one.
 
-The work of an epoch is cut into N parts, but each step also pays for one all-reduce of all gradients, and waits for the
-slowest of the N workers. Where a step has much work, that costs little; where it has hardly any, that is nearly all of
-the time. So there is no one answer, and two things are varied here. The batch: the more samples a step has, the more
-work there is for the same 45 MB of gradients. The first layers ("stem"): those for small images (3x3, stride 1) make
-ten times as much work of a 32x32 image as torchvision's (7x7, stride 2 and a pooling layer, made for 224x224). The
-source's own linear model is the extreme: two numbers are sent, and a step takes a fraction of a millisecond.
-
-Source 001 prints a "theoretical speed-up" that is t / (t / N), which is N whatever was measured; its own times, 2.15 s
-and 1.22 s, give 1.76 for two GPUs. Weak scaling keeps the batch of each worker, as the source does. Strong scaling
-keeps the global batch, so each worker has less work per step.
+Each step pays for one all-reduce of all gradients, so the answer depends on how much work a step has. Two things are
+varied: the batch, and the first layers ("stem"): those for small images (3x3, stride 1) make ten times as much work of
+a 32x32 image as torchvision's (7x7, stride 2 and a pooling layer). The source's own linear model is the extreme. Weak
+scaling keeps the batch of each worker, as the source does, strong scaling the global batch.
 
 No speed-up can be greater than n, so an interval above n says that the single process was slowed down by something
-else. An earlier measurement found 2.2 times for two processes that do not even communicate. It is not that the waiting
-rank disturbs the working one: it took 5 ms of processor time in a step of 2 s. What was found is that freed memory went
-back to the kernel, and that each way to train had its own model: by the chance of its place in memory, one way took
-16,000 pages anew in every step and another way 5, and pages can cost a tenth of a step and more. That is the likely
-cause. Now all ranks keep freed memory, and the single process and the control train the same model. Should something
-else still slow down the single process, the rule calls the part inconclusive.
+else, most likely by memory that went back to the kernel. So all ranks keep freed memory, and the single process and the
+control train the same model.
 """
 
 from __future__ import annotations
@@ -62,6 +52,8 @@ claim = Claim(
     "lies below 0.85 n and the control's above; else inconclusive. The sentence is judged by the parts that are "
     "measurable: confirmed when all are, confirmed in part when some are, refuted when none is and one is refuted. The "
     "whole runs are reported, not judged.",
+    in_short="Confirmed where n processes are more than 0.85 n times as fast beyond noise; refuted where they are not,"
+    " and processes that do not communicate are.",
     loads={
         "efficiency": (0.85, 0.85),
         "rounds": ROUNDS,

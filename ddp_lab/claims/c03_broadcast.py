@@ -1,11 +1,7 @@
 """What DDP copies from rank 0, and when.
 
-Construction broadcasts rank 0's parameters, and its buffers too unless `broadcast_buffers=False`: whatever the ranks
-started with, all go on with rank 0's values. After that, parameters are never sent again. They stay equal because every
-rank applies the same mean gradient to the same values. If one rank changes a parameter on its own, it stays different,
-and nothing reports it. Buffers (BatchNorm's running mean, a counter) have no gradient that could keep them equal, so
-DDP copies rank 0's buffers before each forward; what the other ranks wrote into theirs is lost. Source 000 says that
-both are synchronised before every forward; for parameters that is not so.
+Construction sends parameters and buffers. Afterwards parameters stay equal because every rank applies the same mean
+gradient; buffers have no gradient, so DDP copies rank 0's before each forward.
 """
 
 from __future__ import annotations
@@ -39,6 +35,7 @@ claim = Claim(
     "with broadcast_buffers on and different with it off, so that nothing else makes them equal; else refuted. "
     "Parameters before every forward: confirmed when the next forward makes parameters equal again that ranks have "
     "changed, else refuted.",
+    in_short="Confirmed where values that differed between the ranks are equal at that moment, by what DDP sends.",
     loads={"ranks": ((2,), (2, 4)), "forwards": (3, 5)},
     history=versions(
         "2026-11-22 9bb49dafabb30e86 The rule before judged what DDP does instead of what the source says. The source "

@@ -1,25 +1,10 @@
 """Whether nn.DataParallel is slower than DistributedDataParallel.
 
-DP drives all replicas from one Python process. Before every forward it copies the weights to each replica; its threads
-take turns at the interpreter's lock for everything that is not inside a kernel; after backward it sums the gradients on
-one device. DDP has a process per device and sends gradients during backward. For models of many small operations the
-lock costs most, for large models the copies and the sum. DP need not be the slower one: over slow links an all-reduce
-can cost more than DP's copies through shared memory (on two GPUs without NVLink, DDP has been published as slower, 131
-s against 111 s).
-
-On CPU nn.DataParallel does nothing but call the module, so it cannot be judged there. Two stand-ins are measured. One
-renders its step faithfully: replicas are made anew in each step, threads live for one forward, outputs are gathered,
-and backward is called once. On CPU that one backward runs the replicas one after the other, where on CUDA each device
-has its own thread; so the rendering is slower than nn.DataParallel on GPUs would be. The other stand-in is what this
-project trains with as `--layout dp` on CPU: replicas and threads that stay, and a backward in each thread. It may well
-be faster than DDP, whose ranks talk over sockets while the threads share memory. Neither says anything about GPUs.
-
-The whole runs in C02's table show DP's threads behind DDP, although here their plain step can be the faster one. These
-runs are cut into micro-batches of 8 samples and reduced exactly. Each micro-batch is a forward and a backward of its
-own, so with micro-batches a replica makes several times as many small operations for the same samples, and the
-replicas' threads wait for each other's turn at the lock in each of them, while DDP's processes have a lock each. The
-exact reduction adds its sums, again under the one lock. So the digits CNN is timed in three ways: whole shares,
-micro-batches, and micro-batches reduced exactly, as in C02.
+On CPU nn.DataParallel does nothing but call the module, so two stand-ins are measured. One renders its step: replicas
+made anew in each step, threads that live for one forward, and one backward, which on CPU runs the replicas one after
+the other. The other is what this project trains with as `--layout dp` on CPU: replicas and threads that stay. The
+digits CNN is timed in three ways, whole shares, micro-batches, and micro-batches reduced exactly, because each
+micro-batch has the threads wait for the interpreter's lock anew. None of it says anything about GPUs.
 """
 
 from __future__ import annotations
@@ -57,6 +42,8 @@ claim = Claim(
     rule="Confirmed when nn.DataParallel's step takes longer than DDP's beyond noise on both experiments; refuted when "
     "it is shorter beyond noise on one; else inconclusive. Not measurable with fewer than two CUDA devices: stand-ins "
     "are reported and decide nothing.",
+    in_short="Confirmed where DP's step takes longer than DDP's beyond noise in both experiments; refuted where it "
+    "takes less in one.",
     loads={
         "digits_rounds": (15, 61),
         "digits_steps_in_a_round": (5, 5),

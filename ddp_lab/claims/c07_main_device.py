@@ -1,10 +1,7 @@
 """Whether DP's main device carries more than the others.
 
-Under nn.DataParallel the first device holds the parameters, the optimizer's state, the batch before it is cut, all
-outputs and, for a moment, every replica's gradients; it also runs the optimizer. The others hold a copy of the weights
-for one step. Under DDP every device holds and does the same. Where the loss is computed inside the replicas (as here),
-less is gathered, and the difference is mostly the optimizer's state. On CPU all replicas of DP share one memory and any
-core may run any thread, so there is no main device to compare.
+The loss is computed inside the replicas here, so less is gathered, and the difference is mostly the optimizer's state.
+On CPU all replicas share one memory and any core may run any thread: there is no main device to compare.
 """
 
 from __future__ import annotations
@@ -35,6 +32,8 @@ claim = Claim(
     rule="Confirmed when under DP the first device has the highest peak memory and the most kernel time, and max/mean "
     "over the devices is higher under DP than under DDP for both; refuted when neither holds, else inconclusive. Not "
     "measurable with fewer than two CUDA devices.",
+    in_short="Confirmed where under DP the first device has the most memory and kernel time, both less evenly shared "
+    "than under DDP.",
     loads={"steps": (10, 50), "samples_per_device": (64, 64), "first_steps": (3, 3)},
     history=versions("2026-11-22 255af1f37511a3d9 The first version with stated loads; the rule is the one before."),
     seconds=(1, 60),

@@ -1,10 +1,6 @@
 """What `set_epoch` is for.
 
 DistributedSampler shuffles with a generator seeded by seed + epoch, and only the training loop can tell it the epoch.
-If the loop forgets, the sampler stays at epoch 0: each epoch has the same order, and each rank the same part of the
-data. That makes the shuffle weaker (the same samples always meet in a batch). But source 004 goes too far when it says
-that the model then sees only part of the data: all ranks together see every sample in every epoch, and their gradients
-are averaged. With `shuffle=False`, as in source 004's own code, `set_epoch` changes nothing at all.
 """
 
 from __future__ import annotations
@@ -31,13 +27,14 @@ claim = Claim(
     rule="Two parts. The order repeats: confirmed when on every rank all epochs are equal without set_epoch and all "
     "different with it (shuffle on), else refuted. The model sees only part of the data: confirmed when in some epoch "
     "without set_epoch all ranks together, whose gradients are averaged, do not see every sample, else refuted.",
+    in_short="Confirmed where all epochs are equal without `set_epoch` and different with it; and where in some epoch "
+    "the ranks together miss a sample.",
     loads={"samples": (64, 1000), "epochs": (4, 8), "ranks": (2, 4), "batch": (8, 8)},
     history=versions(
         "2026-11-22 d2cd38bc1cd055a5 That the model sees only part of the data was quoted and measured, but not "
         "judged; now it is a part."
     ),
     seconds=(2, 1),
-    headline="data that all ranks together",
 )
 
 

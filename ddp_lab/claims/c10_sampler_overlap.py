@@ -1,10 +1,6 @@
 """Whether ranks really get different samples.
 
-DistributedSampler gives rank r the positions r, r + W, r + 2W, ... of the shuffled data, which never overlap, as long
-as W divides the length. Where it does not, all ranks must still take equally many steps, so the sampler repeats the
-first samples of the epoch until W divides the number (`drop_last=True` leaves some samples out instead). In training a
-few samples then weigh twice, which hardly matters; in validation they are counted twice, and the result is wrong. None
-of the sources says so. The sampler of this project pads nothing: its ranks' lengths may differ by one.
+Where the number of ranks does not divide the length, DistributedSampler repeats the first samples of the epoch.
 """
 
 from __future__ import annotations
@@ -35,6 +31,7 @@ claim = Claim(
     "it does not, from torch's DistributedSampler and from this project's ElasticSampler.",
     rule="Two parts, of torch's sampler: lengths that the number of ranks divides, and lengths that it does not. Each "
     "is confirmed when no sample is given out twice in an epoch, refuted when one is.",
+    in_short="Confirmed where no sample is given out twice in an epoch.",
     loads={"ranks": ((2, 3), (2, 3, 4, 8)), "lengths": ((96, 97, 100, 101), (96, 97, 100, 101, 1000, 1003))},
     history=versions(
         "2026-11-22 47a725486d4839e9 The rule is the one before, with what is measured among the loads; two longer "
@@ -43,7 +40,6 @@ claim = Claim(
         "alone refuted the whole sentence, where C12 was confirmed beside an exception of the same kind.",
     ),
     seconds=(3, 4),
-    headline="samples repeated by torch's sampler",
 )
 
 

@@ -1,14 +1,8 @@
 """Who writes a checkpoint, and what a killed run still has.
 
-All ranks hold the same weights, so one file from one rank is enough. If several ranks save to one path at once, each
-empties the file and writes from its start. With different weights the file may end as a mixture, or unreadable. With
-equal weights, which is what the ranks of DDP have, every byte ends as it should; but a rank whose save has returned may
-find the file emptied again by another, and if the machine stops then, there is no checkpoint.
-
-A run resumes from the newest checkpoint that is whole. The order of the data, the augmentation and the dropout follow
-from the position (epoch and step), so nothing else has to be remembered, and the run ends with the weights of a run
-that nobody killed, bit by bit. It would end with the same bits from any of its checkpoints, so which one it resumed
-from is looked at by itself.
+If several ranks save to one path, each empties the file and writes from its start; with equal weights every byte ends
+as it should, but a rank whose save has returned may find the file emptied again by another. A run ends with the same
+bits from any of its checkpoints, so which one it resumed from is looked at by itself.
 """
 
 from __future__ import annotations
@@ -55,6 +49,8 @@ claim = Claim(
     "Several processes, with different and with equal weights: each confirmed when at least one file was damaged "
     "after all had finished; confirmed in part when files were damaged only at the moment when a save had returned; "
     "refuted when none was; inconclusive when the process that saved alone found one damaged.",
+    in_short="Confirmed where every new start goes on from the newest checkpoint; and where a file is damaged after "
+    "all have finished, in part where only when a save had returned.",
     loads={
         "runs_killed_twice": (2, 6),
         "checkpoint_every": (5, 5),
@@ -73,7 +69,6 @@ claim = Claim(
         "resuming.",
     ),
     seconds=(40, 155),
-    headline="files damaged after both",
 )
 
 

@@ -1,9 +1,7 @@
 """Whether it matters which launcher starts the processes.
 
-A launcher starts processes and tells each its rank, the number of ranks and where to meet. torchrun does so in
-environment variables and starts failed workers again; torch.distributed.launch is its deprecated predecessor, which
-also passes --local-rank as an argument; mp.spawn passes the rank to a function, and the program sets the variables
-itself. The training is the same in each case; whether it begins depends on where the program looks for its rank.
+torchrun tells each its rank in environment variables, torch.distributed.launch also as --local-rank, mp.spawn as an
+argument of a function. Whether a training begins depends on where the program looks.
 """
 
 from __future__ import annotations
@@ -35,6 +33,8 @@ claim = Claim(
     "the argument that mp.spawn gives. Compared: the SHA-256 over the final weights.",
     rule="What starts ends alike: confirmed when each launcher starts a program, and all that start end with one "
     "digest, else refuted. Every program of the sources starts under each: refuted when one fails.",
+    in_short="Confirmed where each launcher starts a program and all end with one digest; refuted where a program of "
+    "the sources fails under one.",
     loads={
         "ranks": ((2,), (2, 4)),
         "settings": (("model.width=8", "epochs=1"), ("model.width=8", "epochs=1")),

@@ -1,17 +1,12 @@
 """What it costs not to wait for slow workers.
 
-With synchronous updates each step is as slow as the slowest worker. With asynchronous ones a worker sends its gradient
-to a server, which applies it at once, and goes on with the weights it gets back; meanwhile others have changed them, so
-every gradient was computed at weights that are some updates old (its staleness). Staleness is measured in two ways. One
-process simulates it by the exact definition: the gradient of step t is taken at the weights of step t - s. And it
-occurs for real in a parameter server (`ddp_lab/claims/measuring/parameter_server.py`), whose mean staleness is about
-the number of workers less one. The server alone gives a verdict: simulated staleness is a stand-in for it.
+With asynchronous updates every gradient was computed at weights that are some updates old (its staleness). One process
+simulates it by the exact definition, the gradient of step t taken at the weights of step t - s; it occurs for real in a
+parameter server (`ddp_lab/claims/measuring/parameter_server.py`), which alone gives a verdict.
 
-Jitter is the variance of the training loss about a cubic curve over the last half of the steps. The curve takes out how
-the loss falls, which bends more where training is slower; a straight line would count that bend as jitter. Sources:
-Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012 (Downpour SGD); Chen et al., "Revisiting Distributed
-Synchronous SGD", arXiv:1604.00981 (the effect of staleness). The optimizer is plain SGD, because staleness acts like
-momentum (Mitliagkas et al., "Asynchrony begets momentum", arXiv:1605.09774), and would add to it.
+Jitter is the variance of the training loss about a cubic curve over the last half of the steps: a straight line would
+count how the loss bends as jitter. The optimizer is plain SGD, because staleness acts like momentum (Mitliagkas et al.,
+arXiv:1605.09774). See also Dean et al., NIPS 2012, and Chen et al., arXiv:1604.00981.
 """
 
 from __future__ import annotations
@@ -61,6 +56,8 @@ claim = Claim(
     "run that diverges counts as 1,000,000). Synchronous updates do not jitter: confirmed when every seed has just the "
     "jitter of one process, or when the interval of the ratio of the two lies below the limit; refuted when above. An "
     "interval on neither side: inconclusive. Simulated staleness is reported and decides nothing.",
+    in_short="Confirmed where the added wait is above 0.5 of a worker's pause with synchronous updates, and below 0.1 "
+    "with asynchronous ones; and where asynchronous losses vary more; all beyond noise.",
     loads={
         "seeds": ROUNDS,
         "staleness": ((0, 2, 8), (0, 1, 2, 4, 8)),
@@ -92,7 +89,6 @@ claim = Claim(
     ),
     seconds=(85, 260),
     tests=5,
-    headline="added wait per gradient",
 )
 
 

@@ -1,8 +1,7 @@
 """What the death of one process means for the others.
 
-Under DDP every rank waits for every other in each step's all-reduce. When one is gone, the sum cannot be completed, and
-all ranks fail. What separate processes do bring is an elastic launcher, which outlives the failure: it ends the ranks
-that remain and starts all of them again from the latest checkpoint. So the run recovers; the processes do not survive.
+Under DDP every rank waits for every other in each step's all-reduce, so all fail. An elastic launcher starts all of
+them again from the latest checkpoint: the run recovers; the processes do not survive.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ claim = Claim(
     "run the other rank finishes all steps although one was killed, refuted when in one it does not, and inconclusive "
     "where a kill did not happen. What an elastic restart mends "
     "is told in figures of its own and does not count: the processes that it starts are new ones.",
+    in_short="Confirmed where in every run the other rank finishes all steps although one was killed.",
     loads={
         "killed_after_without_restart": ((29, 47), (11, 29, 38, 47, 55)),
         "killed_after_with_restart": ((29, 29), (29, 29, 29, 29, 29, 29, 29, 29)),
@@ -47,7 +47,6 @@ claim = Claim(
         "says that it does not.",
     ),
     seconds=(45, 160),
-    headline="runs that went on",
 )
 
 

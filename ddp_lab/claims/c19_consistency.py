@@ -1,17 +1,9 @@
 """Where differences between layouts come from.
 
-Floating-point addition is not associative: a gradient that is summed over two ranks, or by nn.DataParallel on its first
-device, is added in another order than on one device and differs in its last bits; training lets that difference grow.
-That the main device alone updates the weights loses nothing by itself: it adds as precisely as any other. Nor do DDP's
-ranks compute more precisely; what they have is that all of them end with the same bits, since all apply the same summed
-gradient. When the order of additions is fixed for all layouts (exact reduction) and the micro-batches are the same,
-every layout has the same bits. That it is the order, and not how the batch is cut, shows beside a control: torch's
-DDP with the same micro-batches.
-
-The network here has no BatchNorm, which computes another function when a batch is cut, under DP and DDP alike: that
-difference is no matter of precision. Without two CUDA devices nn.DataParallel cannot be measured. A rendering of what
-it does on CPU (replicas copied from the weights at every step, one loss over the gathered outputs, one backward that
-adds up the replicas' gradients) stands in for it and decides nothing: a GPU's kernels add in an order of their own.
+Floating-point addition is not associative, and another layout adds in another order. That it is the order, and not how
+the batch is cut, shows beside a control: torch's DDP with the same micro-batches. The network has no BatchNorm, which
+computes another function when a batch is cut. Without two CUDA devices a rendering of nn.DataParallel on CPU stands in
+for it and decides nothing: a GPU's kernels add in an order of their own.
 """
 
 from __future__ import annotations
@@ -56,6 +48,8 @@ claim = Claim(
     "is not measurable here without two CUDA devices. The order of additions is the cause: refuted when with any seed "
     "exact reduction ends with other bits on the ranks than on one device; confirmed when it does with none and "
     "torch's DDP with the same micro-batches with at least one; else inconclusive.",
+    in_short="Confirmed where ranks have the same bits with every seed; where results differ with one; and where exact"
+    " reduction ends the difference that torch's DDP has with the same micro-batches.",
     loads={
         "seeds": ROUNDS,
         "ranks": (2, 2),

@@ -1,14 +1,9 @@
 """Source 003's program: ResNet-18 on random 224x224 images under nn.DataParallel and under DDP.
 
-The source's numbers are for GPUs: a batch of 256 such images needs more than 5 GB for its activations and, on CPU, half
-a minute or more for a step. On CPU the program is therefore run with a batch of 4, and the rate goes down with the
-batch (0.02 · 4 / 256, the linear rule): at 0.02, which is the source's for 256, a batch of 4 diverges. That a program
-ends without an error does not mean that it trains, so the loss must fall: from images of which only a few exist, over
-and over again, a network learns the labels by heart, although they are random. Chance is a loss of ln 10 = 2.303.
-
-On CPU the layout `dp` is this project's own threads, which stand in for nn.DataParallel and say nothing about it. The
-batch of 256 is that of the source's own program, torch's DDP alone, in which each process has 256 images and takes them
-in one pass: BatchNorm makes a batch that is cut into parts another function. Whether it fits is predicted first.
+A batch of 256 takes more than 5 GB and, on CPU, half a minute or more for a step. So on CPU the batch is 4, and the
+rate goes down with it (0.02 · 4 / 256). The images are few and come again, so that the network learns their random
+labels by heart. The batch of 256 is that of the source's own program, in which each process has 256 images and takes
+them in one pass, since BatchNorm makes a batch that is cut into parts another function; whether it fits is predicted.
 """
 
 from __future__ import annotations
@@ -54,6 +49,8 @@ claim = Claim(
     "nn.DataParallel not measurable here without two CUDA devices. Batch 256: confirmed when the source's own "
     "program completes with finite losses in two steps or more, refuted when it fails, not measurable here where the "
     "memory for it is not free or, on CPU, without --full.",
+    in_short="Confirmed where all losses are finite and the last pass over the images has a lower mean loss than the "
+    "first, and than chance.",
     loads={
         "batch_on_cpu": (4, 4),
         "images_on_cpu": (8, 8),
@@ -74,7 +71,6 @@ claim = Claim(
         "first and the last. Its memory is predicted first.",
     ),
     seconds=(35, 260),
-    headline="mean loss of the last pass",
 )
 
 

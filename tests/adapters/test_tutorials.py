@@ -1,4 +1,4 @@
-"""The tutorials on Lightning, Fabric, Accelerate and the Hugging Face Trainer: one digest on any number of ranks."""
+"""The tutorial on Lightning, Fabric, Accelerate and the Hugging Face Trainer: one digest on any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import pytest
 from tests.adapters.plain_loop import plain_digest
 from tests.adapters.tutorials import blocks, changed, launch, only_digest, refused
 
-TRAINER, FABRIC = blocks("exact-with-lightning.md", "python")
-EXACT_TRAINER, EXACT_FABRIC = map(changed, (TRAINER, FABRIC), blocks("exact-with-lightning.md", "diff"))
-(LOOP,) = blocks("exact-with-accelerate.md", "python")
-CHANGES, RESUME = blocks("exact-with-accelerate.md", "diff")
-EXACT_LOOP = changed(LOOP, CHANGES)
+TRAINER, FABRIC, LOOP, HUGGING_FACE = blocks("other-trainers.md", "python")
+TO_TRAINER, TO_FABRIC, TO_LOOP, RESUME, TO_HUGGING_FACE = blocks("other-trainers.md", "diff")
+EXACT_TRAINER, EXACT_FABRIC = changed(TRAINER, TO_TRAINER), changed(FABRIC, TO_FABRIC)
+EXACT_LOOP, EXACT_HUGGING_FACE = changed(LOOP, TO_LOOP), changed(HUGGING_FACE, TO_HUGGING_FACE)
 RESUMABLE_LOOP = changed(EXACT_LOOP, RESUME)
-(HUGGING_FACE,) = blocks("exact-with-hf-trainer.md", "python")
-EXACT_HUGGING_FACE = changed(HUGGING_FACE, *blocks("exact-with-hf-trainer.md", "diff"))
 # Where torchvision was built against another torch, it has to be imported in a way of its own, and first.
 TORCHVISION = "from ddp_core.base.torchvision_import import import_torchvision\nimport_torchvision()\n"
 SAVING_TRAINER = "from lightning.pytorch.callbacks import ModelCheckpoint\n" + EXACT_TRAINER.replace(

@@ -1,6 +1,6 @@
-"""Writes the table in docs/reference/faults.md from what the tests of the fault matrix have recorded.
+"""Writes the table in docs/evidence/faults.md from what the tests of the fault matrix have recorded.
 
-Its first three columns are written by hand: they are the matrix's faults and what a run must do about each.
+Its first two columns are written by hand: they are the matrix's faults and what a run must do about each.
 
     python -m tests.faults.document              run the tests on processes, slow ones too, and write the table
     python -m tests.faults.document RECORDS …    add the records in these folders, such as those of drills in containers
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import os
-import string
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -78,46 +78,33 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(records: Iterable[dict[str, Any]]) -> str:
-    """One line per row of the matrix, in Markdown, and below them the machines."""
+    """One line per row of the matrix, in Markdown, and below them how the tests ended, and on which machines."""
     records = list(records)
-    letters = machines(records)
-    lines = [
-        "| # | fault | what a run must do | seen on processes (P), in containers (D) | seconds | tests | measured |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [line(row, records, letters) for row in ROWS]
-    notes = [f"- {letter}: {place}{busy(records, place)}" for place, letter in letters.items()]
-    return "\n".join([*lines, *(["", *notes] if notes else [])]) + "\n"
-
-
-def machines(records: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """A letter for each machine and commit that something was measured on."""
-    places = dict.fromkeys(place_of(record) for record in records if "outcome" in record)
-    return dict(zip(sorted(places), string.ascii_lowercase, strict=False))
+    seen = [record for record in records if "outcome" in record]
+    lines = ["| fault | what a run must do | seconds |", "|---|---|---|"]
+    for row in ROWS:
+        times = longest(row, [record for record in seen if record["row"] == row.number])
+        lines.append(f"| {row.number} {row.fault} | {row.expected} | {times} |")
+    ended = Counter(record["result"] for record in records if "result" in record)
+    counts = ", ".join(f"{count} {result}" for result, count in sorted(ended.items(), reverse=True))
+    lines += ["", f"Tests: {counts or 'none'}. Measured:", ""]
+    places: dict[str, list[dict[str, Any]]] = {}
+    for record in seen:
+        places.setdefault(place_of(record), []).append(record["measured"])
+    return "\n".join([*lines, *(f"- {place}{busy(measured)}" for place, measured in sorted(places.items()))]) + "\n"
 
 
 def place_of(record: dict[str, Any]) -> str:
-    """On which machine and commit a record was measured, in words."""
+    """When and on which machine and commit a record was measured, in words."""
     about = record["measured"]
-    commit = f", at commit {about['commit']}" if "commit" in about else ""
-    return f"{about['cores']} cores of {about['cpu']}, torch {about['torch']}{commit}"
+    machine = f"{about['cores']} cores of {about['cpu']}, torch {about['torch']}"
+    return f"{about['date']}: {machine}, commit {about['commit']}"
 
 
-def busy(records: Iterable[dict[str, Any]], place: str) -> str:
-    """How busy a machine was, where its records tell."""
-    loads = [record["measured"]["load"] for record in records if "outcome" in record and place_of(record) == place]
-    known = [load for load in loads if load is not None]
-    return f", load average {min(known):.1f} to {max(known):.1f} meanwhile" if known else ""
-
-
-def line(row: Row, records: Iterable[dict[str, Any]], letters: Mapping[str, str]) -> str:
-    """One row of the table. A row without records has empty cells."""
-    seen = [record for record in records if record.get("row") == row.number]
-    tests = [record for record in records if row.number in record.get("rows", [])]
-    outcomes = list(dict.fromkeys(cell(record["outcome"]) for record in seen))
-    dates = sorted({f"{record['measured']['date']} {letters[place_of(record)]}" for record in seen})
-    cells = [row.number, row.fault, row.expected, "; ".join(outcomes), longest(row, seen)]
-    return "| " + " | ".join(map(str, [*cells, verdict(tests, row), "; ".join(dates)])) + " |"
+def busy(measured: Iterable[dict[str, Any]]) -> str:
+    """How busy the machine was, where its records tell."""
+    known = [about["load"] for about in measured if about["load"] is not None]
+    return f", load average {min(known):.1f} to {max(known):.1f}" if known else ""
 
 
 def longest(row: Row, seen: Iterable[dict[str, Any]]) -> str:
@@ -128,18 +115,6 @@ def longest(row: Row, seen: Iterable[dict[str, Any]]) -> str:
             times.setdefault(what, []).append(took)
     limits = {what: f" of {row.limits[what]:g}" if what in row.limits else "" for what in times}
     return "; ".join(f"{what} {max(took):.2f}{limits[what]}" for what, took in times.items())
-
-
-def verdict(tests: list[dict[str, Any]], row: Row) -> str:
-    """How many of the row's tests passed, failed and were skipped."""
-    counts = {result: sum(test["result"] == result for test in tests) for result in ("passed", "failed", "skipped")}
-    words = [f"{count} {result}" for result, count in counts.items() if count]
-    return ", ".join(words) or ("in containers" if row.where == "D" else "not run")
-
-
-def cell(text: str) -> str:
-    """The text, escaped for a cell of a Markdown table."""
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 if __name__ == "__main__":

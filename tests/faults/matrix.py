@@ -1,8 +1,8 @@
-"""The fault matrix: the tests that produce each fault of docs/reference/faults.md, and the limits of its times.
+"""The fault matrix: the tests that produce each fault of docs/evidence/faults.md, and the limits of its times.
 
 `record_row` records what a test has seen, and fails the test where that took longer than the row allows. As a plugin of
 pytest (`-p tests.faults.matrix`, with DDP_FAULT_RECORDS) this module records which tests of the rows have passed.
-`python -m tests.faults.document` writes the records into the table of docs/reference/faults.md.
+`python -m tests.faults.document` writes the records into the table of docs/evidence/faults.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RECORDS = "DDP_FAULT_RECORDS"
 """Environment variable: the folder that records are written to; without it none are."""
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "reference" / "faults.md"
+PAGE = ROOT / "docs" / "evidence" / "faults.md"
 
 NOTICED = "noticed"
 """From the fault to the first message of a process that is left."""
@@ -122,7 +122,7 @@ class Row:
 
 
 def _rows() -> tuple[Row, ...]:
-    lines = re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \|", PAGE.read_text(), re.MULTILINE)
+    lines = re.findall(r"^\| (\d+) (.*?) \| (.*?) \|", PAGE.read_text(), re.MULTILINE)
     return tuple(Row(int(number), fault, expected) for number, fault, expected in lines)
 
 

@@ -60,6 +60,7 @@ def test_every_row_on_the_page_has_an_outcome_a_date_and_times_within_its_limits
         assert row.limits.keys() <= timed, f"row {row.number}: {row.limits.keys() - timed} was never measured"
 
 
-def test_the_page_names_every_scripted_fault() -> None:
+def test_the_page_names_every_scripted_fault_and_has_what_is_recorded() -> None:
     page = PAGE.read_text()
     assert all(f"`{kind}@" in page for kind in KINDS)
+    assert document.table(document.known()) in page

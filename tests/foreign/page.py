@@ -1,29 +1,28 @@
-"""Writes the counts and tables of docs/reference/other-peoples-code.md from benchmarks/results/foreign.json."""
+"""Writes the counts and names of docs/evidence/other-peoples-code.md from benchmarks/results/foreign.json."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from tests.foreign.driver import COLUMNS, KILLED
+from tests.foreign.driver import COLUMNS
 from tests.foreign.fleet import GROUPS, LEFT_OUT, every_case
 from tests.foreign.record import ROOT, Row, rows
 
-PAGE = ROOT / "docs" / "reference" / "other-peoples-code.md"
+PAGE = ROOT / "docs" / "evidence" / "other-peoples-code.md"
 BEGIN, END = "<!-- begin: python -m tests.foreign --page -->", "<!-- end -->"
 OUTCOMES = ("identical", "refused", "warned", "SILENT", "FAULT", "HANG", "not tried")
 SHARDED = tuple(way for way in COLUMNS if way.startswith("shard"))
-_LONGEST = 160
+KINDS = ("identical on every layout", "refused with `--shard` alone", "refused without it, too", "otherwise")
 
 
 def between_marks(kept: Mapping[str, Row]) -> str:
     """What stands between the marks of the page."""
-    return "\n".join(_lines(kept)).rstrip() + "\n"
+    return "\n".join(_lines(kept)) + "\n"
 
 
 def write() -> None:
-    """Write the page's counts and tables anew."""
+    """Write the page's counts and names anew."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     PAGE.write_text(f"{before}{BEGIN}\n\n{between_marks(rows())}\n{END}{after}")
@@ -31,78 +30,32 @@ def write() -> None:
 
 def _lines(kept: Mapping[str, Row]) -> Iterator[str]:
     known = [case.key for case in every_case()]
-    missing = [key for key in known if key not in kept]
-    yield f"{len(kept)} of {len(known) + len(LEFT_OUT)} cases have run, at {_commits(kept)}, with {_versions(kept)}."
-    yield ""
-    yield from _table(["layout", *OUTCOMES], ([way, *_counts(kept.values(), [way])] for way in COLUMNS))
-    yield ""
+    yield f"{len(kept)} of {len(known) + len(LEFT_OUT)} cases have run, with {_versions(kept)}:"
+    yield from ("", f"| library | cases | {' | '.join(KINDS)} |", "|---|---|" + "---|" * len(KINDS))
+    kinds = {key: _kind(row) for key, row in kept.items()}
+    for group in GROUPS:
+        mine = Counter(kind for key, kind in kinds.items() if key.startswith(f"{group}."))
+        yield f"| {group} | {mine.total()} | {' | '.join(str(mine[kind]) for kind in KINDS)} |"
     plain = Counter(each for row in kept.values() for way, each in row["outcomes"].items() if way not in SHARDED)
-    share = plain["identical"] / plain.total() if plain.total() else 0.0
-    yield f"Of the results without shards {share:.1%} are identical."
+    yield from ("", f"Without shards {plain['identical'] / max(1, plain.total()):.1%} of the results are identical.")
     if waiting := [key for key, row in kept.items() if any(way not in row["outcomes"] for way in COLUMNS)]:
-        yield f"Without some of the layouts yet: {len(waiting)} cases."
+        yield f"Not tried on some of the layouts yet: {len(waiting)} cases."
     yield ""
-    yield from (f"- Left out: {key}: {reason}." for key, reason in LEFT_OUT.items())
-    for group in GROUPS:
-        waiting = [_name(key) for key in missing if key.startswith(f"{group}.")]
-        if waiting:
-            yield f"- Not run yet, of {group}: {', '.join(waiting)}."
-    for group in GROUPS:
-        mine = {key: row for key, row in kept.items() if key.startswith(f"{group}.")}
-        if mine:
-            yield from ["", f"### {group}", ""]
-            yield from _group(group, mine)
+    named = {kind: [key for key in kinds if kinds[key] == kind] for kind in KINDS[1:]}
+    named |= {"not run yet": [key for key in known if key not in kept], "left out": [*LEFT_OUT]}
+    for kind, keys in named.items():
+        for group in GROUPS:
+            if names := [key.partition(".")[2] for key in keys if key.startswith(f"{group}.")]:
+                yield f"- {group}, {kind}: {', '.join(names)}."
 
 
-def _group(group: str, mine: Mapping[str, Row]) -> Iterator[str]:
-    same = [key for key, row in mine.items() if set(row["outcomes"].values()) == {"identical"}]
-    others = {key: row for key, row in mine.items() if key not in same}
-    names = ", ".join(_name(key) for key in same)
-    yield f"Identical on every layout: {len(same)} of {len(mine)}{': ' if names else ''}{names}."
-    if others:
-        yield ""
-        yield from _table(["case", "where", "outcome", "what it says"], _others(others))
-
-
-def _others(others: Mapping[str, Row]) -> Iterator[list[str]]:
-    """A row for each thing that is said of a case."""
-    for key, row in others.items():
-        together: dict[tuple[str, str], list[str]] = {}
-        for way, outcome in row["outcomes"].items():
-            if outcome != "identical":
-                together.setdefault((outcome, _short(row["said"].get(way, ""))), []).append(way)
-        for (outcome, said), ways in together.items():
-            yield [_name(key), _where(ways, row), outcome, said]
-
-
-def _where(ways: Sequence[str], row: Row) -> str:
-    if len(ways) == len(row["outcomes"]):
-        return "every layout"
-    if set(ways) == set(SHARDED):
-        return "all three --shard"
-    named = [f"{way} on {row['on'].get(way)}" if way == KILLED else way for way in ways]
-    return ", ".join(named)
-
-
-def _counts(every: Iterable[Row], ways: Sequence[str]) -> list[str]:
-    counts = Counter(row["outcomes"].get(way) for row in every for way in ways)
-    return [str(counts[outcome]) for outcome in OUTCOMES]
-
-
-def _short(said: str) -> str:
-    """The first clause, in one line and without what Markdown would read."""
-    line = " ".join(said.split()).removeprefix("error: ")
-    clause = re.split(r"; | \(exit", line)[0]
-    clause = clause if len(clause) <= _LONGEST else clause[:_LONGEST].rsplit(" ", 1)[0] + " …"
-    return clause.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
-
-
-def _name(key: str) -> str:
-    return key.partition(".")[2]
-
-
-def _commits(kept: Mapping[str, Row]) -> str:
-    return ", ".join(sorted({each[:12] for row in kept.values() for each in row["commit"].split(", ")})) or "no commit"
+def _kind(row: Row) -> str:
+    others = {way: outcome for way, outcome in row["outcomes"].items() if outcome != "identical"}
+    if not others:
+        return KINDS[0]
+    if set(others.values()) != {"refused"}:
+        return KINDS[3]
+    return KINDS[1] if set(others) <= set(SHARDED) else KINDS[2]
 
 
 def _versions(kept: Mapping[str, Row]) -> str:
@@ -111,10 +64,3 @@ def _versions(kept: Mapping[str, Row]) -> str:
         for package, version in row["versions"].items():
             found.setdefault(package, set()).add(version.partition("+")[0])
     return ", ".join(f"{package} {' and '.join(sorted(every))}" for package, every in sorted(found.items()))
-
-
-def _table(head: Sequence[str], body: Iterator[list[str]]) -> Iterator[str]:
-    yield "| " + " | ".join(head) + " |"
-    yield "|" + "---|" * len(head)
-    for cells in body:
-        yield "| " + " | ".join(cells) + " |"

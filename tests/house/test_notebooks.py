@@ -1,4 +1,4 @@
-"""The notebooks of the documentation run from an empty folder in a real kernel, and say what their text says."""
+"""What docs/how-to/train-from-python.md trains from a script trains from a cell, too, in a real kernel."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 
 from ddp_core import Component, Experiment, train
+from tests.house.pages import blocks
 from tests.support.commands import LAUNCHER_VARIABLES, ROOT
 from tests.support.wording import refusing
 
-NOTEBOOK = ROOT / "docs" / "tutorials" / "train-in-a-notebook.ipynb"
+PAGE = ROOT / "docs" / "how-to" / "train-from-python.md"
 
 
 @pytest.mark.slow
 @pytest.mark.extras("nbclient", "ipykernel")
 def test_two_ranks_train_from_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import nbformat
     from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
     from nbclient import NotebookClient
+    from nbformat.v4 import new_code_cell, new_notebook
 
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -31,21 +32,13 @@ def test_two_ranks_train_from_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     kernel = KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], language="python")
     monkeypatch.setattr(KernelSpecManager, "get_kernel_spec", lambda *_: kernel)
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    folder = tmp_path / "here"
-    folder.mkdir()
-    NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    ).execute()
-
-    said = ["".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells if "outputs" in cell]
-    _, training, compared, _, predicted, refused = said
-    assert "spirals on single-cpu" in training
-    assert "spirals on ddp-1x2-cpu" in training
-    assert compared.startswith("the same weights: True\n")
-    assert float(compared.split()[-1]) > 0.9
-    assert predicted.strip() == "[1, 0]"
-    assert "%%writefile" in refused
+    cell = new_code_cell(blocks(PAGE.read_text())[0].content)
+    folder = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(new_notebook(cells=[cell]), timeout=240, kernel_name="python3", resources=folder).execute()
+    said = "".join(output.get("text", "") for output in cell.outputs)
+    assert "digits on single-cpu" in said
+    assert "digits on ddp-1x2-cpu" in said
+    assert "\nTrue 0.9666\n" in said
 
 
 def test_an_experiment_that_is_no_file_is_refused_with_the_way_out() -> None:

@@ -29,7 +29,12 @@ from tests.support.processes import run_processes
 
 DOCS = ROOT / "docs"
 PORTED, IMAGENET, GAN = (
-    DOCS / each for each in ("tutorials/port-your-script", "tutorials/port-the-imagenet-example", "how-to/train-a-gan")
+    DOCS / each
+    for each in (
+        "tutorials/port-your-script",
+        "tutorials/port-the-imagenet-example",
+        "how-to/figures-and-losses-of-your-own",
+    )
 )
 BEFORE, AFTER = ((PORTED / name).read_text().splitlines(keepends=True) for name in ("before.py", "after.py"))
 RING, LOOP = GAN / "ring.py", GAN / "ring_loop.py"
@@ -46,33 +51,44 @@ def test_pages_show_their_files() -> None:
         (PORTED, "python", ["".join(BEFORE), (PORTED / "evaluate.py").read_text()]),
         (PORTED, "diff", [change]),
         (IMAGENET, "python", [(IMAGENET / "imagenet.py").read_text()]),
-        (IMAGENET, "diff", [(IMAGENET / "main.diff").read_text()]),
-        (GAN, "python", [RING.read_text(), LOOP.read_text()]),
     ):
         assert blocks(page, language) == texts, page
+    assert all(part in (IMAGENET / "main.diff").read_text() for part in blocks(IMAGENET, "diff"))
     new = [line for line in difflib.ndiff(BEFORE, AFTER) if line.startswith("+ ") and line.strip() != "+"]
     assert len(new) == 14, "as the tutorial says"
+    for part, file in zip(blocks(GAN, "py"), (RING, LOOP), strict=True):
+        assert unindented(part) in unindented(file.read_text()), file
 
 
-COVERED, PHOTOS = blocks(DOCS / "how-to" / "augment-your-data", "python")
-PHOTOS += """
-from ddp_core import Experiment
+def unindented(text: str) -> str:
+    return "\n".join(line.strip() for line in text.splitlines())
+
+
+_, DIMMED, PHOTOS = blocks(DOCS / "how-to" / "use-data", "python")
+
+
+def more(samples: str, features: int) -> str:
+    """What makes an experiment of a part of the page that takes images of 3 x 32 x 32."""
+    return f"""
+from ddp_core import Experiment, InMemory, Splits
 
 
 def data():
     images = torch.rand(64, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    return Photos(images, torch.arange(64) % 4)
+    return {samples}
 
 
 def model():
-    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 24 * 24, 4))
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear({features}, 4))
 
 
 experiment = Experiment(name="photos", global_batch_size=16, micro_batch=4, epochs=3)
 """
+
+
 EXPERIMENTS = {
-    "covered": (COVERED, ""),
-    "photos": (PHOTOS, ""),
+    "dimmed": (DIMMED + more("Splits(InMemory(images, torch.arange(64) % 4), augmentation=dimming)", 3072), ""),
+    "photos": (PHOTOS + more("Photos(images, torch.arange(64) % 4)", 1728), ""),
     "imagenet": (
         (IMAGENET / "imagenet.py").read_text(),
         "data.size=32 model.arch=squeezenet1_1 model.classes=3 epochs=4 optimizer.lr=0.001 "

@@ -36,4 +36,4 @@ def test_without_torch_one_line_says_that_its_build_is_the_users_to_choose() -> 
     ended = command(program=("-c", program))
     assert (ended.code, ended.output, ended.errors.count("\n")) == (2, "", 1)
     assert "torch is not installed in this environment" in ended.errors
-    assert "docs/how-to/install-with-uv.md" in ended.errors
+    assert "docs/how-to/install.md" in ended.errors

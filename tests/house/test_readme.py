@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_core.checkpoint import find_checkpoints
 from tests.support.commands import command, running
 from tests.support.processes import HANG, ask, free_port
 
@@ -114,7 +115,9 @@ def test_the_difference_is_that_of_the_ported_script() -> None:
 
 def _execute(block: str, folder: Path) -> None:
     os.chdir(folder)
-    exec(compile(block, "use-one-part.md", "exec"), {"__name__": "__main__"})
+    for _ in range(2):  # the second time, a script with checkpoints resumes
+        exec(compile(block, "use-one-part.md", "exec"), {"__name__": "__main__"})
+    assert "Checkpointer" not in block or find_checkpoints(folder / "checkpoints")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The files of docs/how-to/use-streaming-libraries.md, each on data that its library has written."""
+"""Libraries on docs/how-to/stream-from-shards.md, each on data that it has written."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ddp_core.base.torchvision_import import import_torchvision
 from ddp_core.data.splits import as_splits
 from tests.support.commands import train
 
-PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "use-streaming-libraries.md").read_text()
-HUGGING_FACE, MDS, LIT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "stream-from-shards.md").read_text()
+_, _, HUGGING_FACE, MDS, LIT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+EXPERIMENT = HUGGING_FACE[HUGGING_FACE.index("experiment = ") :]
 
 
 def samples() -> list[dict[str, Any]]:
@@ -72,8 +73,8 @@ def a_stream_of_lit(folder: Path) -> object:
     ("place", "text", "write", "stream"),
     [
         pytest.param("arrow", HUGGING_FACE, write_arrow, a_stream_of_arrow, marks=pytest.mark.extras("datasets")),
-        pytest.param("mds", MDS, write_mds, a_stream_of_mds, marks=pytest.mark.extras("streaming")),
-        pytest.param("lit", LIT, write_lit, a_stream_of_lit, marks=pytest.mark.extras("litdata")),
+        pytest.param("mds", MDS + EXPERIMENT, write_mds, a_stream_of_mds, marks=pytest.mark.extras("streaming")),
+        pytest.param("lit", LIT + EXPERIMENT, write_lit, a_stream_of_lit, marks=pytest.mark.extras("litdata")),
     ],
 )
 def test_a_data_set_ends_with_one_digest_and_as_a_stream_is_refused(

@@ -42,9 +42,8 @@ class Claim:
     `original` quotes the sources exactly; `sources` are the first three digits of their files. `loads` has by
     name what is fixed before measuring (rounds, seeds, batches, limits of the rule), for the quick and the full
     measurement. `history` has the versions of the rule, the newest last. `seconds` is what the quick and the full
-    measurement take on two quiet cores, for the time that is said to be left. `headline` is how the name of the figure
-    begins that the table of all claims shows; without it, the first figure. `tests` is how many intervals can bear its
-    verdict at most: its share of the family.
+    measurement take on two quiet cores, for the time that is said to be left. `in_short` is the rule in one sentence,
+    for the page. `tests` is how many intervals can bear its verdict at most: its share of the family.
     """
 
     id: str
@@ -57,7 +56,7 @@ class Claim:
     loads: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     history: Sequence[RuleVersion] = ()
     seconds: tuple[float, float] = (25.0, 120.0)
-    headline: str = ""
+    in_short: str = ""
     tests: int = 0
 
     def load(self, setting: Setting) -> SimpleNamespace:
@@ -126,10 +125,9 @@ def missing(what: str, figures: Sequence[Figure] = (), series: Sequence[Series] 
 
 @dataclass(frozen=True)
 class KnownClaim:
-    """A claim's file, loaded: its three parts, and its docstring, which tells what is behind the sentence."""
+    """A claim's file, loaded: its three parts."""
 
     claim: Claim
     measure: Callable[[Setting], Measurements]
     judge: Callable[[Measurements], Judgement]
-    behind: str = field(repr=False, default="")
     file: Path | None = None

@@ -23,12 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     how.add_argument("--quick", action="store_true", help="all claims in about ten minutes on two cores (default)")
     how.add_argument("--full", action="store_true", help="more rounds, sizes and seeds")
     how.add_argument("--judge-again", action="store_true", help="apply the rules to stored measurements")
-    how.add_argument(
-        "--document", action="store_true", help="write a table of the claims, and a page for each, as markdown"
-    )
+    how.add_argument("--document", action="store_true", help="write the page of all claims, as markdown")
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("DDP_OUTPUT", "outputs")), metavar="DIR")
     parser.add_argument(
-        "--to", type=Path, default=Path("docs/reference"), metavar="DIR", help="where --document writes"
+        "--to", type=Path, default=Path("docs/evidence/claims.md"), metavar="FILE", help="where --document writes"
     )
     return _run(parser.parse_args(arguments))
 
@@ -42,11 +40,10 @@ def _run(options: argparse.Namespace) -> int:
 
     claims = suite.known_claims(options.claims)
     if options.document:
-        from ddp_lab.claims.framework.document import pages
+        from ddp_lab.claims.framework.document import page
 
-        for name, text in pages(claims, options.output).items():
-            suite.write_text(options.to / name, text)
-        print(f"claims: {len(claims)} -> {options.to / 'claims.md'} and a page for each in {options.to / 'claims'}")
+        suite.write_text(options.to, page(claims, options.output))
+        print(f"claims: {len(claims)} -> {options.to}")
         return ExitCode.DONE
     if options.judge_again:
         return suite.judge_again(claims, options.output, suite.say)

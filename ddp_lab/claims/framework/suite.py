@@ -39,9 +39,7 @@ def known_claims(wanted: Sequence[str] = ()) -> list[KnownClaim]:
     for name in dict.fromkeys(names):
         module = importlib.import_module(f"ddp_lab.claims.{files[name].stem}")
         assert module.claim.id == name, name
-        found.append(
-            KnownClaim(module.claim, module.measure, module.judge, (module.__doc__ or "").strip(), files[name])
-        )
+        found.append(KnownClaim(module.claim, module.measure, module.judge, files[name]))
     return found
 
 
@@ -193,7 +191,7 @@ def rounds_needed() -> str:
 
 def describe(claim: Claim, judgement: Judgement) -> dict[str, Any]:
     """The part of a claim's file that follows from the claim and its judgement."""
-    fixed = {name: value for name, value in asdict(claim).items() if name not in ("seconds", "headline", "tests")}
+    fixed = {name: value for name, value in asdict(claim).items() if name not in ("seconds", "in_short", "tests")}
     fixed["rule_digest"] = claim.digest
     content: dict[str, Any] = plain({"format": CLAIM_FORMAT} | fixed | judgement.to_json())
     return content

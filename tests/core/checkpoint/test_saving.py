@@ -196,9 +196,6 @@ def test_a_save_is_written_by_a_thread_that_lets_training_go_first(tmp_path: Pat
     assert seen == {("checkpoint-writer", min(19, own + WRITER_NICENESS))}
 
 
-HOW_TO = Path(__file__).parents[3] / "docs" / "how-to" / "checkpoints-in-your-own-script.md"
-
-
 def test_misuse_is_a_programmers_error(tmp_path: Path) -> None:
     for options in ({"keep_last": 0}, {"keep_every": 0}):
         with refusing(ValueError):
@@ -215,16 +212,6 @@ def test_misuse_is_a_programmers_error(tmp_path: Path) -> None:
         describe({"a": {object(): torch.ones(1)}})
     with pytest.raises(ValueError, match=r"a\.b"):
         describe({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
-
-
-def test_the_examples_of_the_document_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", HOW_TO.read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        for _ in range(2):  # the second run resumes the first
-            exec(compile(block, str(HOW_TO), "exec"), {})
-    assert find_checkpoints(tmp_path / "checkpoints")
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

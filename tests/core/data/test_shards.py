@@ -1,4 +1,4 @@
-"""The code of docs/how-to/stream-from-shards.md and docs/how-to/use-data.md, on generated data."""
+"""The code of docs/how-to/stream-from-shards.md on generated data."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.support.commands import train
 
-HOW_TO = Path(__file__).parents[3] / "docs" / "how-to"
+PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "stream-from-shards.md").read_text()
 COMMANDS = [
     "python shards.py data/shards",
     "ddp train shards.py --workers 2",
@@ -24,8 +23,8 @@ COMMANDS = [
 ]
 
 
-def blocks(page: str, language: str = "python") -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (HOW_TO / page).read_text(), re.DOTALL)
+def blocks(language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
 def write_shards(folder: Path) -> list[tuple[Any, int]]:
@@ -48,10 +47,10 @@ def write_shards(folder: Path) -> list[tuple[Any, int]]:
 
 @pytest.mark.full
 def test_shards_are_read_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "".join(blocks("stream-from-shards.md", "console")).splitlines() == COMMANDS
+    assert "".join(blocks("console")).splitlines() == COMMANDS
     samples = write_shards(tmp_path / "data" / "shards")
     file = tmp_path / "shards.py"
-    file.write_text(blocks("stream-from-shards.md")[0])
+    file.write_text(blocks()[0])
     monkeypatch.setattr(sys, "argv", ["shards.py", str(tmp_path / "data" / "shards")])
     dataset = runpy.run_path(str(file), run_name="__main__")["data"](tmp_path / "data").train
     assert len(dataset) == 70
@@ -66,20 +65,10 @@ def test_arrays_are_read_by_position(tmp_path: Path) -> None:
     for number, file in enumerate(files):
         np.save(file, np.arange(100 * number, 100 * number + 31 + number, dtype=np.uint16))
     names: dict[str, Any] = {}
-    exec(blocks("stream-from-shards.md")[1], names)
+    exec(blocks()[1], names)
     tokens = names["Tokens"](files, 10)
     assert len(tokens) == 6
     for number, first in enumerate((0, 10, 20, 100, 110, 120)):
         inputs, targets = tokens[number]
         assert inputs.tolist() == list(range(first, first + 10))
         assert targets.tolist() == list(range(first + 1, first + 11))
-
-
-def test_the_documented_collate_pads() -> None:
-    (code,) = [block for block in blocks("use-data.md") if "def collate" in block]
-    names: dict[str, Any] = {}
-    exec(code, names)
-    inputs, labels = names["collate"]([({"tokens": torch.tensor([5, 6])}, 1), ({"tokens": torch.tensor([7])}, 0)])
-    assert inputs["tokens"].tolist() == [[5, 6], [7, 0]]
-    assert inputs["padding"].tolist() == [[False, False], [False, True]]
-    assert labels.tolist() == [1, 0]

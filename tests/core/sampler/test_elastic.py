@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import tracemalloc
 from collections.abc import Iterable
 from itertools import chain, islice
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -16,12 +14,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_core.sampler import BLOCK, ElasticSampler, GlobalOrder, Permutation
 from tests.support.wording import refusing
-
-PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "sampler-in-your-own-script.md"
-BLOCKS_OF_THE_PAGE = [
-    pytest.param(block, marks=[pytest.mark.extras("torchdata")] if "torchdata" in block else [])
-    for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
-]
 
 
 def ranks_of(length: int, world_size: int, **options) -> list[list[int]]:
@@ -227,8 +219,3 @@ def test_a_loop_and_an_iterator_hold_less_than_a_megabyte(length: int) -> None:
     tracemalloc.stop()
     assert loop < 1_000_000
     assert iterator < 1_000_000
-
-
-@pytest.mark.parametrize("block", BLOCKS_OF_THE_PAGE)
-def test_the_documented_lines_run(block: str) -> None:
-    exec(compile(block, PAGE.name, "exec"), {})

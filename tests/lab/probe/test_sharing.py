@@ -11,7 +11,6 @@ import pytest
 from ddp_core.cli import main
 from ddp_lab.probe import command as probe
 from tests.lab.probe.test_probe import VERSIONS, all_right, table
-from tests.support.commands import ROOT
 from tools import machines_seen, portable_runs
 
 TABLE = table()
@@ -40,7 +39,7 @@ def test_a_machine_that_has_all_bits(capsys: pytest.CaptureFixture[str]) -> None
     said = json.dumps(record)
     # A processor's name may have an @ between spaces.
     assert not re.search(r'"/|\\\\|\S@\S', said), "no path and no address"
-    page = (ROOT / "docs" / "reference" / "machines-seen.md").read_text()
+    page = machines_seen.PAGE.read_text()
     fields = {*record, *record["machine"], *record["outcomes"][0], *record["code"]}
     assert fields - set(re.findall(r"`(\w+)`", page)) == set(), "documented"
 
