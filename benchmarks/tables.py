@@ -118,7 +118,7 @@ def one_sum() -> str:
             *(str(row[name]) for name in ("world_size", "pieces")),
             *(f"{row[name]:.1f} ms" for name in ("all_reduce_ms", "ordered_ms")),
             said(row["ratio"]),
-            f"≤ {row['target']:.2f}",
+            f"≤ {row['target']:.2f}{', missed' if row['ratio'] > row['target'] else ''}",
         ]
         for row in results_of("reduction")["sum"]
     )
@@ -227,43 +227,45 @@ def costs() -> str:
 
     run, sharded = results_of("whole_run")["ways"][EXACT], results_of("sharded")["steps"]
     guarded = results_of("guard")["trainings"].values()
+    portable = {row["what"]: row["ratio"] for row in results_of("numerics_intel")}
     rows = {
-        "exact step ÷ step with the same micro-batches, ResNet-18, 1 and 2 ranks": of_plain(
+        "exact step ÷ DDP step with the same micro-batches, ResNet-18, 1 and 2 ranks": of_plain(
             "plain, same micro-batches"
         ),
-        "exact step ÷ step with one batch per rank, ResNet-18, 1 and 2 ranks": of_plain("plain, one batch per rank"),
-        "steps of digits, eight micro-batches ÷ those of a bare script with one batch": (
+        "the same with hardly any computing, 2 and 4 ranks; `--shard optimizer`; `--shard gradients`": "; ".join(
+            f"{span([row['ways'][way]['of_plain'] for row in sharded])} {TIMES}"
+            for way in ("exact", "exact, optimizer", "exact, gradients")
+        ),
+        "exact step ÷ DDP step with one batch per rank, ResNet-18, 1 and 2 ranks": of_plain(
+            "plain, one batch per rank"
+        ),
+        "`digits`, steps with eight micro-batches ÷ a plain loop with one batch": (
             f"{said(run['steps_ratio'])} {TIMES}"
         ),
-        "steps of digits ÷ those of a bare script that accumulates the same eight": (
+        "`digits`, the same steps ÷ a plain loop that accumulates the same eight": (
             f"{said(run['steps_ratio_to_accumulating'])} {TIMES}"
         ),
-        "exact sum ÷ gloo's all-reduce within a machine, 2 and 4 ranks": (
+        "exact sum ÷ gloo's all-reduce, one machine, 2 and 4 ranks": (
             f"{span([row['ratio'] for row in results_of('reduction')['sum']])} {TIMES}"
         ),
-        "exact sum in two levels ÷ gloo's flat ring, between nodes at 200 Mbit/s and more": (
+        "exact sum in two levels ÷ gloo's flat ring, links of 200 Mbit/s and more": (
             f"{span(_across('two levels'))} {TIMES}"
         ),
         "exact sum in two levels ÷ gloo's own sums in two levels, on the same links": (
             f"{span([row['of_two_levels'] for row in results_of('nodes')])} {TIMES}"
         ),
-        **{
-            f"exact step with `--shard {mode}` ÷ plain DDP, 2 and 4 ranks, hardly any computing": (
-                f"{span([row['ways'][f'exact, {mode}']['of_plain'] for row in sharded])} {TIMES}"
-            )
-            for mode in ("optimizer", "gradients")
-        },
-        "`--shard parameters` ÷ FSDP2 over gloo, with an all-to-all, which sends as much": (
+        "`--shard parameters` ÷ FSDP2 over gloo, its reduce-scatter an all-to-all of equal traffic": (
             f"{span([*map(of_fair, results_of('fully_sharded'))])} {TIMES}"
         ),
-        "first run of an experiment: its rehearsal and witness (27 November, 3 rounds)": (
-            f"{span([each['more_seconds_first'] for each in guarded], 1)} s more"
+        "the guard: first run of an experiment; later runs ÷ unguarded (27 November, another Xeon, 3 rounds)": (
+            f"{span([each['more_seconds_first'] for each in guarded], 1)} s more; "
+            f"{span([each['whole_again'] for each in guarded])} {TIMES}"
         ),
-        "steps of a guarded run ÷ those of one with `--rehearsal off` (27 November, 3 rounds)": (
-            f"{span([each['steps_again'] for each in guarded if 'steps_again' in each])} {TIMES}"
+        "speed with portable numerics ÷ native, `digits` and a transformer of 25 M parameters": (
+            f"{said(portable['digits'])} {TIMES} and {said(portable['char_transformer of 25 M parameters'])} {TIMES}"
         ),
     }
-    return _table(["", "time"], rows.items())
+    return _table(["", "ratio"], rows.items())
 
 
 def _across(level: str) -> list[float | None]:
@@ -277,10 +279,10 @@ _FAULTS = {
     "rank 0 killed, live": "worker of rank 0 killed, `--recovery live`",
     "worker joins, live": "a new worker joins, `--recovery live`: pause of the others",
     "worker stopped": "worker stopped, `--timeout 5`",
-    "node killed": "node killed, one of three",
-    "node of rank 0 killed": "node of rank 0 killed",
-    "node killed, live": "node killed, one of three, `--recovery live`",
-    "node of rank 0 killed, live": "node of rank 0 killed, `--recovery live`",
+    "node killed": "all processes of a node killed, one of three",
+    "node of rank 0 killed": "those of the node of rank 0",
+    "node killed, live": "all processes of a node killed, one of three, `--recovery live`",
+    "node of rank 0 killed, live": "those of the node of rank 0, `--recovery live`",
     "node joins, live": "a new node joins, `--recovery live`: pause of the others",
     "node leaves with notice, live": "a node is asked to leave, `--recovery live`: pause of the others",
     "node stopped, live": "node stopped, `--timeout 5`, `--recovery live`",

@@ -95,7 +95,7 @@ class ExperimentOptions(Frozen):
     numerics: Annotated[Numerics | None, ByDefault("what the experiment says")] = Field(
         default=None,
         description="How a CPU computes it. native: as fast as it can, with bits that belong to its kind. portable: "
-        "made to have the same bits on every x86-64 CPU with AVX2, all but large products in one thread.",
+        "designed to have the same bits on every x86-64 CPU with AVX2, all but large products in one thread.",
     )
     record: Annotated[str | None, CommandLine(metavar="RUN.JSON", hidden=True)] = Field(
         default=None, description="Train the experiment that this file records; its own file gives the functions only."

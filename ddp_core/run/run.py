@@ -226,7 +226,7 @@ def _announce(trainer: Trainer, directory: RunDirectory) -> None:
     if job.experiment.precision == "tf32" and not has_tf32(job.device):
         say("precision tf32 needs a GPU of compute capability 8.0 or higher; here it is fp32, which gives other bits")
     if (rules := rules_of(options.numerics)) is not None:
-        made = "made to have the same bits on every x86-64 CPU with AVX2, by this torch and libc"
+        made = "designed to have the same bits on every x86-64 CPU with AVX2, by this torch and libc"
         say(f"numerics portable (rules {rules}): {made}")
     if job.is_exact and trainer.guard.mode == "off":
         say("guard off: this run does not check that its result does not depend on the layout")

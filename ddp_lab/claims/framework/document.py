@@ -26,14 +26,22 @@ ddp claims C05       # one of them
 ddp claims --full    # more rounds, sizes and seeds
 ```
 
-A sentence that says several things is judged part by part; two parts stand here with the figures that decided them. The
-command of each claim links to its record: the original words, method, loads, the whole rule, all figures, and the raw
-measurements. `make report` draws what you have measured.
+The sources are five articles in Chinese: 000 [数据并行（DP、DDP）](https://zhuanlan.zhihu.com/p/1898824683173962973);
+001 从零构建 PyTorch DDP, of [AIInfra](https://github.com/Infrasys-AI/AIInfra); 002 DDP分布式多GPU并行跑pytorch深度学习模型;
+003 浅谈PyTorch中的DP和DDP; 004 on [the mechanisms of DDP](https://avoid.overfit.cn/post/11d9f5d9b4fc4cd49cf1b8f97f09252f),
+by Trinanjan Mitra.
 
-- **Fixed before.** A record names the commit of its rule and the start of its run. A rule that is younger, or was not
-  committed, stops this page from being made. Where a rule has changed since, the old verdict is marked so.
-- **Beyond noise.** Ways of doing the same work are timed in interleaved rounds, and compared by an exact sign test.
-  Holm's procedure keeps the probability that one of at most {FAMILY} tests rests on chance at {100 * FAMILY_ERROR:g} %.
+A sentence that says several things is judged part by part. For each claim this page prints at most two parts with the
+figures that decided them, and lists the others by verdict; a figure is a median with its interval. The command of each
+claim links to its record: the original words, method, loads, the whole rule, all figures, and the raw measurements.
+`make report` draws what you have measured.
+
+- **Fixed before.** A record names the commit of its rule and the start of its run. If a rule was committed after its run
+  began, or not at all, this page cannot be made. Where a rule has changed since, the old verdict is marked so.
+- **Beyond noise.** Ways of doing the same work are timed in turns, and compared by an exact sign test. Holm's correction
+  over at most {FAMILY} tests keeps the chance of even one false verdict at {100 * FAMILY_ERROR:g} % or below.
+
+{{summary}}
 
 Judge the published measurements again, and make this page:
 
@@ -56,7 +64,12 @@ def page(claims: Sequence[KnownClaim], output: Path) -> str:
     for known in claims:
         if found := measured[known.claim.id]:
             _require_sound(known, found)
-    parts = [_HEAD.format(machine=_machine([found for found in measured.values() if found]))]
+    summary = [
+        f"| {claim.id} | {claim.title} | {told(found) if (found := measured[claim.id]) else 'not measured'} |"
+        for claim in (known.claim for known in claims)
+    ]
+    machine = _machine([found for found in measured.values() if found])
+    parts = [_HEAD.format(machine=machine, summary="\n".join(["| claim | | verdict |", "|---|---|---|", *summary]))]
     return "\n".join([*parts, *("\n".join(_of(known, measured[known.claim.id])) for known in claims)])
 
 

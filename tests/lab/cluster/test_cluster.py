@@ -184,7 +184,7 @@ def test_a_run_is_set_beside_what_is_published_of_its_experiment(name: str) -> N
     }
     assert beside_published(record, table) == (
         True,
-        f"these are the published weights of {name}, made to come out of every x86-64 CPU with AVX2",
+        f"these are the published weights of {name}, designed for every x86-64 CPU with AVX2",
     )
     beside = beside_published(record | {"weights_sha256": "other"}, table)
     assert beside is not None
