@@ -123,6 +123,11 @@ class NewFile:
         self._renamed = True
 
 
+def is_address(named: str | os.PathLike[str]) -> bool:
+    """Whether this is an address in a store (`s3://bucket/runs`), and no path."""
+    return "://" in os.fspath(named)
+
+
 def is_there(path: Path) -> bool:
     """Whether a file or folder is there and can be reached; False for a name that none can have."""
     return _mode(path) is not None

@@ -16,7 +16,7 @@ import torch
 
 from ddp_core.base.errors import UserError
 
-TRIED = "2.11 to 2.14"
+TRIED = "2.11 to 2.15"
 """The releases of torch on which the tests have passed; pyproject.toml admits newer ones, too."""
 
 

@@ -18,7 +18,7 @@ from click.core import ParameterSource
 
 from ddp_core.base.errors import UserError, near_names, nearest_name
 from ddp_core.base.extras import missing
-from ddp_core.remote import brought, is_address
+from ddp_core.base.files import is_address
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -35,7 +35,11 @@ class RunPath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The local path. Raises UserError."""
-        return brought(value, *self._options) if is_address(value) else super().convert(value, param, ctx)
+        if not is_address(value):
+            return super().convert(value, param, ctx)
+        from ddp_core.remote import brought
+
+        return brought(value, *self._options)
 
 
 class TitledOption(click.Option):

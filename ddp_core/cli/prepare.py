@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.extras import require
+from ddp_core.base.files import is_address
 from ddp_core.base.refusals import MEND_OUTPUT, refused
 from ddp_core.cli.devices import check_gpus, choose_layout, say_once
 from ddp_core.config.cut import BatchCut
@@ -25,7 +26,6 @@ from ddp_core.experiment.file import LoadedExperiment, Served, load_experiment
 from ddp_core.experiment.request import Request, build_splits, check_promise, promise_broken_by
 from ddp_core.numerics.limits import limits_hold, limits_missed, portable_refused_by
 from ddp_core.record.directory import RunDirectory
-from ddp_core.remote import local
 from ddp_core.sharding import Sharding
 
 _COMPONENTS: tuple[Kind, ...] = ("model", "data", "optimizer", "schedule")
@@ -58,7 +58,7 @@ def prepare(asked: Asked, command: str, can_hold: Callable[[Numerics], bool] = h
         "reduction": reduction,
         "numerics": numerics,
         "deterministic": _is_deterministic(asked, reduction, layout),
-        "output": str(local(asked.output)),
+        "output": _folder(asked.output),
         "launcher": "in-process" if layout.kind != "ddp" else "external" if World.is_set() else "torchrun",
     }
     options = Options(**asked.model_dump(include=set(Options.model_fields)) | decided)
@@ -66,6 +66,14 @@ def prepare(asked: Asked, command: str, can_hold: Callable[[Numerics], bool] = h
     if why_native is not None:
         say_once(world, f"native numerics instead of portable: {why_native}")
     return Request(loaded, layout, options, asked.resume, command, asked)
+
+
+def _folder(output: str) -> str:
+    if not is_address(output):
+        return output
+    from ddp_core.remote import local
+
+    return str(local(output))
 
 
 def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: Path | None = None) -> LoadedExperiment:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import is_address
 from ddp_core.base.silent_ends import no_silent_end
 from ddp_core.cli.early_numerics import EarlyNumerics
 from ddp_core.config.options import Asked
@@ -24,7 +25,6 @@ from ddp_core.distributed.stop import signal_named, stops_at_once
 from ddp_core.distributed.world import World, node_here
 from ddp_core.experiment.file import find_experiment
 from ddp_core.record.lock import require_unlocked
-from ddp_core.remote import brought, copied, is_address
 
 if TYPE_CHECKING:
     from ddp_core.experiment.request import Evaluated, Request
@@ -51,7 +51,8 @@ def carry_out(
         from ddp_core.cli.launched import follow_launcher
 
         asked, is_host = follow_launcher(asked, world, node)
-    asked = _brought(asked, is_rehearsal)
+    if not is_rehearsal:
+        asked = _in_store(asked)
     require_free(asked, world)
     # These load torch, which takes seconds.
     from ddp_core.base.determinism import use_one_thread
@@ -68,26 +69,38 @@ def carry_out(
 
         return rehearse(request)
     train = partial(_train, request, world, is_host)
-    return copied(asked.output, train) if is_address(asked.output) else train()
+    if not is_address(asked.output):
+        return train()
+    from ddp_core.remote import copied
+
+    return copied(asked.output, train)
 
 
-def _brought(asked: Asked, is_rehearsal: bool) -> Asked:
-    """What was asked, with local folders for runs in a store, which are brought; its output stays an address.
+def _in_store(asked: Asked) -> Asked:
+    """What was asked, with what it goes on with brought from the store that `--output` or `--resume` names.
 
     Raises UserError, also where processes that know nothing of each other would each copy the run.
     """
-    named = {name: getattr(asked, name) for name in ("resume", "fork", "init_from")}
-    found = {name: str(brought(text)) for name, text in named.items() if text is not None and is_address(text)}
-    if is_address(asked.output) and not is_rehearsal:
+    for option, given in (("--fork", asked.fork), ("--init-from", asked.init_from)):
+        if given is not None and is_address(given):
+            raise UserError(f"{option} {given}: give a local folder; of a run in a store --output and --resume go on")
+    changes, wanted = {}, find_experiment(asked.experiment).name if asked.resume == "auto" else ""
+    if is_address(asked.resume):
+        from ddp_core.remote import local
+
+        folder, name, run = asked.resume.rstrip("/").rsplit("/", 2)
+        changes, wanted = {"output": folder, "resume": str(local(asked.resume))}, f"{name}/{run}"
+    asked = asked.model_copy(update=changes)
+    if is_address(asked.output):
         if World.is_set() or asked.nnodes.high > 1:
             raise UserError(
                 f"--output {asked.output}: a run in a store is of one node, and started by ddp itself; give several "
                 "nodes a folder that they share"
             )
-        # Its experiment's file is known by name alone: it needs torch.
-        file = (find_experiment(asked.experiment).name,) if asked.resume == "auto" else ()
-        brought(asked.output, "--before-training", *file)
-    return asked.model_copy(update=found)
+        from ddp_core.remote import brought_to_train
+
+        brought_to_train(asked.output, wanted)
+    return asked
 
 
 def _train(request: Request, world: World, is_host: bool) -> int:

@@ -186,8 +186,8 @@ class Experiment(Frozen):
     """exact: gradients are added in one fixed order, so that every layout ends with the same bits. plain: as torch does
     it, the fastest."""
     numerics: Numerics = "native"
-    """portable: on the CPU, designed to have the same bits with every kind that has AVX2. Where that cannot be had, it is
-    native."""
+    """portable: on the CPU, designed to have the same bits with every kind that has AVX2. Where that cannot be had, it
+    is native."""
     sync_batch_norm: bool = False
     evaluation: Evaluation = Evaluation()
     ddp: DdpOptions = DdpOptions()

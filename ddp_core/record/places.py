@@ -13,7 +13,6 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_file, is_there
 from ddp_core.record.bundles import ChangedBundle, unpack_bundle
 from ddp_core.record.directory import RunDirectory
-from ddp_core.remote import brought
 
 _CHECKPOINT = "step-"
 """How the names of a checkpoint's files begin."""
@@ -35,6 +34,8 @@ def place_named(named: str | os.PathLike[str]) -> Iterator[Place]:
 
     Raises UserError where the path means nothing of the kind, and (3) for a bundle that was changed.
     """
+    from ddp_core.remote import brought
+
     path = brought(named)
     if path.is_dir():
         yield Place(RunDirectory(path.absolute()), path.absolute().name)

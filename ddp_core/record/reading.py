@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.guarded import broken_promise
-from ddp_core.remote import brought
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +22,8 @@ class Run:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        from ddp_core.remote import brought
+
         self.path = brought(path).absolute()
         """The run directory, an absolute path."""
         self._directory = RunDirectory(self.path)

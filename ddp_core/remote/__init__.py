@@ -1,13 +1,16 @@
 """Runs in object storage: an address such as `s3://bucket/runs` in the place of a folder.
 
-A run trains in a local folder that stands for the address. A process of its own, which loads the store's client,
-copies what is committed there while the run trains (`python -m ddp_core.remote follow`), and brings runs of others
-(`bring`), so training loads none of this. docs/reference/run-directory.md says what holds.
+A run trains in a local folder that stands for the address, and that no other command touches. A process of its own,
+which loads the store's client, copies what is committed there while the run trains (`python -m ddp_core.remote
+follow`). Commands that read from an address get a temporary copy (`bring`). docs/reference/run-directory.md says what
+holds.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,23 +18,18 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import is_address
 
-_SEPARATOR = "://"
 RUN_FILE = "DDP_RUN_FILE"
 """The variable with the file into which a training writes where its run directory is: see `tell_caller`."""
 
 
-def is_address(named: str | os.PathLike[str]) -> bool:
-    """Whether this is an address in a store, and no path."""
-    return _SEPARATOR in os.fspath(named)
-
-
 def local(named: str | os.PathLike[str]) -> Path:
-    """The local folder that stands for an address; any other path is itself. Raises UserError for a bad address."""
+    """The folder in which runs of an address train; any other path is itself. Raises UserError for a bad address."""
     text = os.fspath(named)
     if not is_address(text):
         return Path(text)
-    scheme, _, rest = text.partition(_SEPARATOR)
+    scheme, _, rest = text.partition("://")
     parts = [part for part in rest.split("/") if part]
     if "@" in rest or "?" in rest:
         # A run records its command, and prints it.
@@ -41,36 +39,43 @@ def local(named: str | os.PathLike[str]) -> Path:
         )
     if not scheme.isalnum() or not parts or not {".", ".."}.isdisjoint(parts):
         raise UserError(f"{text} is no address of a store; give one such as s3://bucket/runs")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()).absolute()
     return cache / "samebits" / scheme / Path(*parts)
 
 
 def brought(named: str | os.PathLike[str], *options: str) -> Path:
-    """`named`; of an address the local folder, with what is in the store. `options`: of `ddp_core.remote bring`.
+    """`named`; of an address a copy of the run there, in a temporary folder that goes with this process.
 
-    Raises UserError (4) where the store cannot be read.
+    `options`: `--records` brings a folder of runs, without their checkpoints and weights. Raises UserError (2) where no
+    run is there, and (4) where the store cannot be read.
     """
-    folder = local(named)
-    if is_address(named):
-        words = [sys.executable, "-m", "ddp_core.remote", "bring", os.fspath(named), *options]
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            said = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            known = done.returncode if done.returncode in set(ExitCode) else ExitCode.INTERNAL
-            raise UserError(said.removeprefix("ddp: ").removeprefix("error: "), known)
-        sys.stderr.write(done.stderr)
+    if not is_address(named):
+        return Path(named)
+    local(named)
+    folder = Path(mkdtemp(prefix="ddp-brought-"))
+    atexit.register(_remove, folder, os.getpid())
+    _call("bring", os.fspath(named), str(folder), *options)
     return folder
+
+
+def brought_to_train(address: str, experiment_file: str) -> None:
+    """Before a training: bring the runs that it may go on with into the folder of the address.
+
+    What launches of this machine have not copied yet is copied first. Raises UserError (4) where the store cannot be
+    read and written.
+    """
+    _call("prepare", address, experiment_file)
 
 
 def copied(address: str, train: Callable[[], int]) -> int:
     """What `train` returns; while it trains, its run is copied to the address, and at its end all of it.
 
-    Returns 4 where the training has ended with 0, and its run could not be copied.
+    Returns 4 where the training has ended well or was stopped, and not all of its run could be copied.
     """
     given = os.environ.get(RUN_FILE)
     # The copying process removes the folder, since it outlives this one where that is killed.
     file = os.environ[RUN_FILE] = given or str(Path(mkdtemp(prefix="ddp-copies-")) / "run")
-    words = [sys.executable, "-m", "ddp_core.remote", "follow", address, file, *(() if given else ("--own",))]
+    words = [*_COMMAND, "follow", address, file, str(os.getpid()), *(() if given else ("--own",))]
     # In a session of its own, out of reach of Ctrl-C. Where this process is killed, its end of the pipe is closed.
     with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as copier:
         try:
@@ -79,4 +84,27 @@ def copied(address: str, train: Callable[[], int]) -> int:
             if given is None:
                 del os.environ[RUN_FILE]
             copier.communicate(b"end")
-    return code or (ExitCode.RESOURCES if copier.returncode else ExitCode.DONE)
+    if copier.returncode < 0:
+        print(f"ddp: error: the process that copies to {address} was killed; not all is there", file=sys.stderr)
+    return ExitCode.RESOURCES if copier.returncode and code in (ExitCode.DONE, ExitCode.STOPPED) else code
+
+
+_COMMAND = (sys.executable, "-m", "ddp_core.remote")
+
+
+def _call(*words: str) -> None:
+    done = subprocess.run(
+        [*_COMMAND, *words], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", check=False
+    )
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.startswith("ddp: ")] or [
+            "the store's client has failed"
+        ]
+        known = done.returncode if done.returncode in set(ExitCode) else ExitCode.INTERNAL
+        raise UserError(said[-1].removeprefix("ddp: ").removeprefix("error: "), known)
+    sys.stderr.write(done.stderr)
+
+
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # not in a fork of it
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,8 @@
 """Copies a run directory to a store, where a reader finds each checkpoint whole or not at all.
 
 One writer at a time: an object `writer` names the launch that copies, and a launch that finds another name there copies
-no more. The local folder keeps the names under which it has written (`copied.json`): by that it knows whether it is
-ahead of the store, or whether another machine has gone on.
+no more. `stored.json` in the local folder keeps the names from which it descends: where the store's is none of them,
+another machine has gone on with the run; else the local folder has all that the store has, or more.
 """
 
 from __future__ import annotations
@@ -11,125 +11,122 @@ import contextlib
 import json
 import os
 import secrets
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Self
 
 from typing_extensions import TypedDict
 
 from ddp_core.base.beneath import open_beneath, open_file, read_file
 from ddp_core.base.documents import BadDocument, read_document
-from ddp_core.base.errors import UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file, take_lock, target_of
-from ddp_core.checkpoint.manifest import Damaged, pointed_step, read_manifest, step_of_manifest
+from ddp_core.checkpoint.manifest import Damaged, pointed_step, read_manifest, step_of_data, step_of_manifest
 from ddp_core.remote.store import Store
 
-COPIED = "copied.json"
-BROUGHT = "brought.json"
 WRITER = "writer"
+STORED = "stored.json"
+LOCK = "stored.lock"
+RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
-_RECORD = "run.json"
+OF_THIS_MACHINE = {STORED, LOCK, "run.lock", "fence.lock"}
+"""Files at the top of a run directory that are not copied."""
 _POINTERS = ("latest.json", "best.json")
-LOCK = "copied.lock"
-_LOCAL = {COPIED, BROUGHT, LOCK, "run.lock", _RECORD}
-"""Files of a run directory that are copied in no step of their own: the record comes last, the others stay here."""
 
 
-class Busy(UserError):
-    """Another process of this machine copies the run."""
+class Superseded(UserError):
+    """Another launch has gone on with the run."""
 
 
-class _Copied(TypedDict):
-    """What this machine has copied."""
+class Stored(TypedDict):
+    """What this machine knows of a run in the store."""
 
-    writers: list[str]
-    """The names under which it wrote."""
+    names: list[str]
+    """The writers from whose run the local one descends, this machine's own among them."""
     committed: list[str]
-    """The manifests that it has written or found there, as names of objects."""
+    """The manifests that this machine has written or found there, as names of objects."""
     sent: dict[str, list[int]]
-    """Of each other file its time and its size as it was sent."""
+    """Of each other file its time and its size when it was sent."""
 
 
-class Brought(TypedDict):
-    """What was brought: who wrote it, and of each object the text that changes with it."""
-
-    writer: str
-    objects: dict[str, str]
-
-
-def wrote(run: Path) -> set[str]:
-    """The names under which launches of this machine have copied the run."""
-    return set(_copied(run)["writers"])
-
-
-def _copied(run: Path) -> _Copied:
+def stored_of(run: Path) -> Stored:
+    """What this machine knows of the run in the store; nothing where it has never been there."""
     try:
-        return read_document(run / COPIED, _Copied)
+        return read_document(run / STORED, Stored)
     except (OSError, BadDocument):
-        return {"writers": [], "committed": [], "sent": {}}
+        return {"names": [], "committed": [], "sent": {}}
 
 
-def brought_of(run: Path) -> Brought:
-    """What was brought into the folder of the run."""
-    try:
-        return read_document(run / BROUGHT, Brought)
-    except (OSError, BadDocument):
-        return {"writer": "", "objects": {}}
+def keep(run: Path, stored: Stored) -> None:
+    """Note it, also for after a power cut."""
+    replace_file(run / STORED, json.dumps(stored), durable=True)
+
+
+def is_superseded(store: Store, run: Path) -> bool:
+    """Whether the store's run was written by a launch from which the local one does not descend."""
+    writer = store.read(WRITER)
+    return writer is not None and writer.decode(errors="replace") not in stored_of(run)["names"]
 
 
 class Sender:
-    """Copies the run in the folder `run` to `store`, whose address ends with the name of the run.
+    """Copies the run in the folder `run` to `store`, whose address ends with the name of the run; a context manager.
 
-    Raises UserError (2) where another launch has written there since, and Busy.
+    Raises Superseded, and UserError (4) where the store cannot be reached or another process of this machine copies.
     """
 
     def __init__(self, run: Path, store: Store) -> None:
         self.run, self.store = run, store
         self._lock = open_beneath(run / LOCK, os.O_RDWR | os.O_CREAT)
-        if not take_lock(self._lock, patience=0):
+        try:
+            if not take_lock(self._lock, patience=0):
+                raise UserError(f"another process still copies {run}", ExitCode.RESOURCES)
+            self._stored = stored_of(run)
+            self._name = secrets.token_hex(8)
+            self._require_writer(*self._stored["names"])
+            # Here first: a launch that is killed between the two must not take the store for another machine's.
+            self._stored["names"].append(self._name)
+            keep(run, self._stored)
+            store.write(WRITER, self._name.encode())
+            self._committed = {name: store.read(name) or b"{}" for name in self._stored["committed"]}
+        except BaseException:
             os.close(self._lock)
-            raise Busy(f"another process copies {run}")
-        self._kept = _copied(run)
-        self._committed = {name: store.read(name) or b"" for name in self._kept["committed"]}
-        self._name = secrets.token_hex(8)
-        self._require_writer(*self._kept["writers"], brought_of(run)["writer"])
-        # Here first: a launch that is killed between the two must not take the store for another machine's.
-        self._kept["writers"].append(self._name)
-        self._keep()
-        store.write(WRITER, self._name.encode())
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
 
     def send(self) -> None:
         """Copy all that is new: figures first, data before the manifest that commits it, the record last."""
         self._require_writer(self._name)
         there, manifests = self.store.names(), self._manifests()
         for path in sorted(self.run.rglob("*")):
-            if path.is_file() and not path.is_symlink() and path.name not in _LOCAL and self._is_plain(path):
-                self._send_file(path)
+            name = path.relative_to(self.run)
+            is_apart = name.parts[0] == CHECKPOINTS or str(name) in {*OF_THIS_MACHINE, RECORD}
+            if not is_apart and target_of(path.name) is None and path.is_file() and not path.is_symlink():
+                self._send_file(str(name), there)
         for manifest in manifests:
             with contextlib.suppress(FileNotFoundError):  # one that was removed meanwhile is superseded
                 self._send_checkpoint(manifest, f"{CHECKPOINTS}/{manifest.name}" in there)
-        for name in _POINTERS:
-            pointer = self.run / CHECKPOINTS / name
-            step = pointed_step(pointer)
-            if step is not None and any(step_of_manifest(Path(each).name) == step for each in self._committed):
-                self._send_file(pointer)
-        self._send_file(self.run / _RECORD)
+        self._require_writer(self._name)
+        steps = {step_of_manifest(PurePosixPath(name).name) for name in self._committed}
+        for pointer in _POINTERS:
+            if pointed_step(self.run / CHECKPOINTS / pointer) in steps:
+                self._send_file(f"{CHECKPOINTS}/{pointer}", there)
+        self._send_file(RECORD, there)
         self._remove_superseded()
-        self._keep()
-
-    def close(self) -> None:
-        """Let other processes copy the run."""
-        os.close(self._lock)
+        self._stored["committed"] = sorted(self._committed)
+        keep(self.run, self._stored)
 
     def _manifests(self) -> list[Path]:
         """The manifests here, the newest first: a slow store then has the newest checkpoint that it can have."""
         found = (self.run / CHECKPOINTS).glob("step-*.json")
         return sorted((path for path in found if step_of_manifest(path.name) is not None), reverse=True)
 
-    def _is_plain(self, path: Path) -> bool:
-        return path.parent.name != CHECKPOINTS and target_of(path.name) is None
-
     def _send_checkpoint(self, manifest: Path, is_there: bool) -> None:
         name, content = f"{CHECKPOINTS}/{manifest.name}", read_file(manifest)
-        if self._committed.get(name) == content:
+        if is_there and self._committed.get(name) == content:
             return
         if not is_there or self.store.read(name) != content:
             try:
@@ -138,41 +135,54 @@ class Sender:
                 return
             with contextlib.ExitStack() as opened:
                 # All are open before the first is sent, since training may remove them while a slow store takes them.
-                files = {part.file: opened.enter_context(open_file(manifest.parent / part.file)) for part in parts}
+                files = {part: opened.enter_context(open_file(manifest.parent / part.file)) for part in parts}
+                if any(os.fstat(data.fileno()).st_size != part.bytes for part, data in files.items()):
+                    return
+                self._require_writer(self._name)
                 if is_there:
                     self.store.remove(name)
-                for file, data in files.items():
-                    self.store.send(f"{CHECKPOINTS}/{file}", data.fileno())
+                for part, data in files.items():
+                    self.store.send(f"{CHECKPOINTS}/{part.file}", data.fileno())
+            self._require_writer(self._name)
             self.store.write(name, content)
         self._committed[name] = content
 
-    def _send_file(self, path: Path) -> None:
-        name = str(path.relative_to(self.run))
-        with contextlib.suppress(FileNotFoundError), open_file(path) as file:
+    def _send_file(self, name: str, there: dict[str, int]) -> None:
+        with contextlib.suppress(FileNotFoundError), open_file(self.run / name) as file:
             facts = os.fstat(file.fileno())
-            if self._kept["sent"].get(name) != (state := [facts.st_mtime_ns, facts.st_size]):
+            if self._stored["sent"].get(name) != (state := [facts.st_mtime_ns, facts.st_size]) or name not in there:
                 self.store.send(name, file.fileno())
-                self._kept["sent"][name] = state
+                self._stored["sent"][name] = state
 
     def _remove_superseded(self) -> None:
-        """Remove checkpoints that training has removed here since they were copied, but never the newest one there."""
+        """Remove checkpoints that training has removed here since they were copied, where it has newer ones there."""
         newest = max(self._committed, default="")
-        for name in sorted(self._committed.keys() - {newest}):
-            if (self.run / name).exists() or not (self.run / _RECORD).exists():
-                continue
+        gone = [name for name in sorted(self._committed) if not (self.run / name).exists()]
+        if not gone or newest in gone:
+            return
+        self._require_writer(self._name)
+        for name in gone:
             self.store.remove(name)
-            content = json.loads(self._committed.pop(name) or b"{}")
-            for part in content.get("parts") or ([content] if content else []):
-                self.store.remove(f"{CHECKPOINTS}/{part['file']}")
+            content = json.loads(self._committed.pop(name))
+            for part in content.get("parts") or [content]:
+                if step_of_data(part.get("file", "")) is not None:
+                    self.store.remove(f"{CHECKPOINTS}/{part['file']}")
 
     def _require_writer(self, *names: str) -> None:
         there = self.store.read(WRITER)
         if there is not None and there.decode(errors="replace") not in names:
-            raise UserError(
+            raise Superseded(
                 f"{self.store.address}: another launch has gone on with this run, so this one copies nothing more; "
-                f"what it has trained is in {self.run}"
+                f"what it has trained is in {self.run}",
+                ExitCode.RESOURCES,
             )
 
-    def _keep(self) -> None:
-        self._kept["committed"] = sorted(self._committed)
-        replace_file(self.run / COPIED, json.dumps(self._kept), durable=True)
+
+def has_more(run: Path, store: Store) -> bool:
+    """Whether the local run has something that was not copied yet, and the store's was not removed by somebody."""
+    stored = stored_of(run)
+    if stored["sent"] and store.read(WRITER) is None:
+        return False
+    here = {f"{CHECKPOINTS}/{path.name}" for path in (run / CHECKPOINTS).glob("step-*.json")}
+    facts = (run / RECORD).stat()
+    return not here <= {*stored["committed"]} or stored["sent"].get(RECORD) != [facts.st_mtime_ns, facts.st_size]

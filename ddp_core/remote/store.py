@@ -12,6 +12,7 @@ from typing import Any
 from ddp_core.base.errors import ExitCode, UserError, one_line
 from ddp_core.base.extras import needs
 from ddp_core.base.files import NewFile
+from ddp_core.base.platforms import OPEN_FILES
 
 _CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 """The package that fsspec asks for, by scheme."""
@@ -51,11 +52,11 @@ class Store:
         if scheme == "s3":
             self._files.retries = 1  # the layer below tries again, and whoever copies does
 
-    def names(self, below: str = "") -> dict[str, str]:
-        """All objects below this name, each with a text that changes when the object does."""
+    def names(self) -> dict[str, int]:
+        """All objects, each with its size in bytes."""
         with self._told(), contextlib.suppress(FileNotFoundError):
-            found = self._files.find(self._path(below), withdirs=False, detail=True)
-            return {path[len(self._root) + 1 :]: _token(facts) for path, facts in found.items()}
+            found = self._files.find(self._root, withdirs=False, detail=True)
+            return {path[len(self._root) + 1 :]: int(facts["size"]) for path, facts in found.items()}
         return {}
 
     def read(self, name: str) -> bytes | None:
@@ -75,7 +76,7 @@ class Store:
         size = os.fstat(file).st_size
         with self._told():
             # By its descriptor, since the file may be removed while it is sent.
-            self._files.put_file(f"/proc/self/fd/{file}", self._path(name))
+            self._files.put_file(f"{OPEN_FILES}/{file}", self._path(name))
             arrived = self._files.info(self._path(name))["size"]
         if arrived < size:
             raise UserError(f"{self.address}/{name} has {arrived} bytes of {size}", ExitCode.RESOURCES)
@@ -94,7 +95,7 @@ class Store:
             self._files.rm_file(self._path(name))
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{name}" if name else self._root
+        return f"{self._root}/{name}"
 
     @contextlib.contextmanager
     def _told(self, passed: type[Exception] = UserError) -> Iterator[None]:
@@ -105,10 +106,3 @@ class Store:
             if isinstance(error, UserError | passed):
                 raise
             raise UserError(f"{self.address}: {one_line(error) or type(error).__name__}", ExitCode.RESOURCES) from error
-
-
-def _token(facts: dict[str, Any]) -> str:
-    """What stores tell of an object that changes with its content."""
-    return " ".join(
-        str(facts[name]) for name in ("size", "ETag", "etag", "md5Hash", "mtime", "updated") if name in facts
-    )

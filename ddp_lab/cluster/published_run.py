@@ -35,9 +35,7 @@ def beside_published(record: Mapping[str, Any], table: Published) -> Beside | No
     if record["experiment_sha256"] != shipped.digest():
         return None
     if record["weights_sha256"] == expected:
-        return Beside(
-            True, f"these are the published weights of {name}, designed for every x86-64 CPU with AVX2"
-        )
+        return Beside(True, f"these are the published weights of {name}, designed for every x86-64 CPU with AVX2")
     other = table.other_torch(record["fingerprint"]["torch"])
     why = "" if other is None else f"they were made with torch {table.torch}, and this is {other}; "
     line = f"NOT the published weights of {name} ({expected[:16]}…): {why}`ddp probe` says what differs here"

@@ -102,7 +102,7 @@ def test_every_module_is_in_a_room() -> None:
     assert [module for module, room in rooms.items() if room not in FLOOR_OF] == [], "give the room a floor above"
     assert FLOOR_OF.keys() - set(rooms.values()) == set(), "a room is gone; take it out of the floors above"
     assert len(FLOORS) <= 9
-    assert sum(map(len, FLOORS)) <= 19
+    assert sum(map(len, FLOORS)) <= 20
 
 
 @pytest.mark.full

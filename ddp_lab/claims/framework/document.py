@@ -27,19 +27,19 @@ ddp claims --full    # more rounds, sizes and seeds
 ```
 
 The sources are five articles in Chinese: 000 [数据并行（DP、DDP）](https://zhuanlan.zhihu.com/p/1898824683173962973);
-001 从零构建 PyTorch DDP, of [AIInfra](https://github.com/Infrasys-AI/AIInfra); 002 DDP分布式多GPU并行跑pytorch深度学习模型;
-003 浅谈PyTorch中的DP和DDP; 004 on [the mechanisms of DDP](https://avoid.overfit.cn/post/11d9f5d9b4fc4cd49cf1b8f97f09252f),
-by Trinanjan Mitra.
+001 从零构建 PyTorch DDP, of [AIInfra](https://github.com/Infrasys-AI/AIInfra);
+002 DDP分布式多GPU并行跑pytorch深度学习模型; 003 浅谈PyTorch中的DP和DDP; 004 on [how DDP
+works](https://avoid.overfit.cn/post/11d9f5d9b4fc4cd49cf1b8f97f09252f), by Trinanjan Mitra.
 
 A sentence that says several things is judged part by part. For each claim this page prints at most two parts with the
 figures that decided them, and lists the others by verdict; a figure is a median with its interval. The command of each
 claim links to its record: the original words, method, loads, the whole rule, all figures, and the raw measurements.
 `make report` draws what you have measured.
 
-- **Fixed before.** A record names the commit of its rule and the start of its run. If a rule was committed after its run
-  began, or not at all, this page cannot be made. Where a rule has changed since, the old verdict is marked so.
-- **Beyond noise.** Ways of doing the same work are timed in turns, and compared by an exact sign test. Holm's correction
-  over at most {FAMILY} tests keeps the chance of even one false verdict at {100 * FAMILY_ERROR:g} % or below.
+- **Fixed before.** A record names the commit of its rule and the start of its run. If a rule was committed after its
+  run began, or not at all, this page cannot be made. Where a rule has changed since, the old verdict is marked so.
+- **Beyond noise.** Ways of doing the same work are timed in turns, and compared by an exact sign test. Holm's
+  correction over at most {FAMILY} tests keeps the chance of one false verdict or more at {100 * FAMILY_ERROR:g} %.
 
 {{summary}}
 

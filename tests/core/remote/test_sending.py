@@ -1,16 +1,21 @@
-"""Runs in a store: what a reader finds while one is copied, and which machine goes on. Tests bringing.py, too."""
+"""Runs in a store: what a reader finds while one is copied, and which machine goes on.
+
+Tests remote/bringing.py and remote/store.py, too.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import Checkpointer, find_checkpoints
-from ddp_core.remote.bringing import bring, bring_newest
-from ddp_core.remote.sending import BROUGHT, COPIED, Sender
+from ddp_core.record.lock import RunLock
+from ddp_core.remote.bringing import bring, prepare
+from ddp_core.remote.sending import Sender, Superseded
 from ddp_core.remote.store import Store
 from tests.core.checkpoint.saved import is_whole, save_steps, steps_in
 from tests.support.records import a_record
@@ -32,6 +37,10 @@ class Failing(Store):
                 super().write(name, b"cut")
             raise UserError("the store does not answer", 4)
 
+    def read(self, name: str) -> bytes | None:
+        self._count("")
+        return super().read(name)
+
     def write(self, name: str, content: bytes) -> None:
         self._count(name)
         super().write(name, content)
@@ -51,25 +60,30 @@ def bucket(tmp_path: Path) -> str:
     return f"file://{tmp_path}/bucket"
 
 
-def a_run(folder: Path, *steps: int, **fields: object) -> Path:
-    run = folder / NAME
+def a_run(folder: Path, *steps: int, name: str = NAME, **fields: object) -> Path:
+    run = folder / name
     (run / "checkpoints").mkdir(parents=True)
     (run / "run.json").write_text(json.dumps(a_record(**fields)))
     (run / "metrics.jsonl").write_text("{}\n")
-    save_steps(Checkpointer(run / "checkpoints", keep_last=2), *steps)
+    save(run, *steps)
     return run
 
 
-def sent(run: Path, bucket: str) -> Sender:
-    sender = Sender(run, Store(f"{bucket}/{NAME}"))
-    sender.send()
-    return sender
+def save(run: Path, *steps: int) -> None:
+    """Train on: checkpoints of which two stay, and a record."""
+    save_steps(Checkpointer(run / "checkpoints", keep_last=2), *steps)
+    os.utime(run / "run.json")
+
+
+def send(run: Path, bucket: str) -> None:
+    with Sender(run, Store(f"{bucket}/{NAME}")) as sender:
+        sender.send()
 
 
 def found(bucket: str, folder: Path) -> list[int]:
     """The steps of the checkpoints that a reader brings, each of them whole."""
-    bring(bucket, folder)
-    checkpoints = find_checkpoints(folder / NAME / "checkpoints")
+    bring(f"{bucket}/{NAME}", folder, records_only=False)
+    checkpoints = find_checkpoints(folder / "checkpoints")
     assert all(map(is_whole, checkpoints))
     return [checkpoint.step for checkpoint in checkpoints]
 
@@ -83,54 +97,88 @@ def test_a_reader_finds_whole_checkpoints_or_none_wherever_the_store_fails(
         at += 1
         here, address = tmp_path / f"here-{at}", f"{bucket}/{at}"
         run = a_run(here, 1, 2)
-        sent(run, address).close()
-        save_steps(Checkpointer(run / "checkpoints", keep_last=2), 3, 4)
-        store = Failing(f"{address}/{NAME}", at, half)
+        send(run, address)
+        save(run, 3, 4)
         try:
-            Sender(run, store).send()
-        except UserError:
-            steps = found(address, tmp_path / f"there-{at}")
-            assert max(steps) in (2, 4)
-        else:
+            with Sender(run, Failing(f"{address}/{NAME}", at, half)) as sender:
+                sender.send()
             is_over = True
-    assert at > 7
-    assert found(address, tmp_path / "there") == [4, 3]
+        except UserError:
+            assert max(found(address, tmp_path / f"there-{at}")) in (2, 4)
+        prepare(address, here, "mine.py")
+        assert steps_in(run / "checkpoints") == [4, 3] == found(address, tmp_path / f"after-{at}")
+    assert at > 12
 
 
 def test_another_machine_goes_on_and_the_first_one_copies_nothing_more(tmp_path: Path, bucket: str) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     run = a_run(first, 1)
-    older = sent(run, bucket)
-    bring_newest(bucket, second, "mine.py")
-    save_steps(Checkpointer(second / NAME / "checkpoints"), 2)
-    sent(second / NAME, bucket)
-    save_steps(Checkpointer(run / "checkpoints"), 9)
-    with pytest.raises(UserError, match="another launch"):
+    with Sender(run, Store(f"{bucket}/{NAME}")) as older:
         older.send()
-    older.close()
+        prepare(bucket, second, "mine.py")
+        save(second / NAME, 2)
+        send(second / NAME, bucket)
+        save(run, 9)
+        with pytest.raises(Superseded):
+            older.send()
     assert found(bucket, tmp_path / "reader") == [2, 1]
     # A new launch on the first machine trains on with what the second has made; its own steps are put aside.
-    bring_newest(bucket, first, "mine.py")
+    prepare(bucket, first, "mine.py")
     assert steps_in(run / "checkpoints") == [2, 1]
     (aside,) = (tmp_path / "first.superseded").iterdir()
     assert steps_in(aside / "checkpoints") == [9, 1]
 
 
-def test_what_a_killed_launch_has_not_copied_is_copied_by_the_next(tmp_path: Path, bucket: str) -> None:
-    run = a_run(tmp_path / "here", 1)
-    sent(run, bucket).close()
-    save_steps(Checkpointer(run / "checkpoints"), 2)
-    bring_newest(bucket, tmp_path / "here", "mine.py")
-    assert steps_in(run / "checkpoints") == found(bucket, tmp_path / "there") == [2, 1]
+def test_a_take_over_while_a_slow_store_takes_the_data_commits_nothing(tmp_path: Path, bucket: str) -> None:
+    run = a_run(tmp_path / "first", 1)
+
+    class Slow(Store):
+        def send(self, name: str, file: int) -> None:
+            super().send(name, file)
+            if name.endswith("2.pt"):
+                Store(self.address).write("writer", b"another")
+
+    send(run, bucket)
+    save(run, 2)
+    with pytest.raises(Superseded), Sender(run, Slow(f"{bucket}/{NAME}")) as sender:
+        sender.send()
+    assert found(bucket, tmp_path / "reader") == [1]
 
 
-def test_a_launch_that_copies_now_is_left_alone(tmp_path: Path, bucket: str) -> None:
+def test_what_was_brought_and_trained_while_the_store_was_away_is_kept(tmp_path: Path, bucket: str) -> None:
+    send(a_run(tmp_path / "first", 1), bucket)
+    prepare(bucket, tmp_path / "second", "mine.py")
+    run = tmp_path / "second" / NAME
+    save(run, 2)
+    with pytest.raises(UserError):
+        Sender(run, Failing(f"{bucket}/{NAME}", 1))
+    prepare(bucket, tmp_path / "second", "mine.py")
+    assert steps_in(run / "checkpoints") == [2, 1] == found(bucket, tmp_path / "reader")
+
+
+def test_a_run_in_which_a_process_trains_is_neither_copied_nor_moved(tmp_path: Path, bucket: str) -> None:
     run = a_run(tmp_path / "here", 1)
-    copier = sent(run, bucket)
-    bring_newest(bucket, tmp_path / "here", None)
-    save_steps(Checkpointer(run / "checkpoints"), 2)
-    copier.send()
-    assert found(bucket, tmp_path / "there") == [2, 1]
+    send(run, bucket)
+    with RunLock(run):
+        save(run, 2)
+        Store(f"{bucket}/{NAME}").write("writer", b"another")
+        prepare(bucket, tmp_path / "here", "mine.py")
+        assert steps_in(run / "checkpoints") == [2, 1]
+
+
+def test_a_launch_that_has_nothing_to_copy_leaves_the_run_to_another_machine(tmp_path: Path, bucket: str) -> None:
+    send(a_run(tmp_path / "first", 1), bucket)
+    prepare(bucket, tmp_path / "second", "mine.py")
+    prepare(bucket, tmp_path / "first", "other.py")
+    save(tmp_path / "second" / NAME, 2)
+    send(tmp_path / "second" / NAME, bucket)
+
+
+def test_one_process_of_a_machine_copies_and_the_next_waits(tmp_path: Path, bucket: str) -> None:
+    run, store = a_run(tmp_path / "here", 1), Store(f"{bucket}/{NAME}")
+    with Sender(run, store), pytest.raises(UserError, match="still copies"):
+        Sender(run, store)
+    send(run, bucket)
 
 
 def test_a_checkpoint_that_training_removes_while_it_is_sent_arrives_whole(tmp_path: Path, bucket: str) -> None:
@@ -142,54 +190,75 @@ def test_a_checkpoint_that_training_removes_while_it_is_sent_arrives_whole(tmp_p
                 path.unlink()
             super().send(name, file)
 
-    Sender(run, Slow(f"{bucket}/{NAME}")).send()
+    with Sender(run, Slow(f"{bucket}/{NAME}")) as sender:
+        sender.send()
     assert found(bucket, tmp_path / "there") == [1]
 
 
-def test_what_vanishes_here_as_a_whole_is_not_removed_there(tmp_path: Path, bucket: str) -> None:
+def test_what_vanishes_here_is_not_removed_there(tmp_path: Path, bucket: str) -> None:
     run = a_run(tmp_path / "here", 1, 2)
-    sender = sent(run, bucket)
-    for path in [*(run / "checkpoints").iterdir(), run / "run.json"]:
+    send(run, bucket)
+    for path in (run / "checkpoints").iterdir():
         path.unlink()
-    sender.send()
+    send(run, bucket)
     assert found(bucket, tmp_path / "there") == [2, 1]
 
 
-def test_the_newest_unfinished_run_of_the_experiments_file_is_brought(tmp_path: Path, bucket: str) -> None:
+def test_a_run_that_somebody_removed_there_does_not_come_back_by_itself(tmp_path: Path, bucket: str) -> None:
+    run = a_run(tmp_path / "here", 1)
+    send(run, bucket)
+    store = Store(bucket)
+    for name in store.names():
+        store.remove(name)
+    save(run, 2)
+    prepare(bucket, tmp_path / "here", "mine.py")
+    assert not {name for name in store.names() if "mine" in name}
+    send(run, bucket)  # a training that goes on with it
+    assert found(bucket, tmp_path / "there") == [2, 1]
+
+
+def test_all_runs_of_the_file_that_may_go_on_are_brought(tmp_path: Path, bucket: str) -> None:
     for number, fields in enumerate(
         [
-            {"started_at": "2026-01-01"},
-            {"started_at": "2026-01-02"},
-            {"started_at": "2026-01-03", "status": "completed"},
-            {"started_at": "2026-01-04", "experiment_file": "other.py"},
+            {},
+            {"started_at": "2026-01-02T00:00:00Z", "status": "completed"},
+            {"started_at": "2026-01-03T00:00:00Z", "status": "completed"},
+            {"experiment_file": "other.py"},
+            {},
         ]
     ):
-        run = a_run(tmp_path / str(number), 1, **fields)
-        Sender(run, Store(f"{bucket}/mine/run-{number}")).send()
-    bring_newest(bucket, tmp_path / "here", "mine.py")
-    assert [path.name for path in tmp_path.glob("here/mine/*")] == ["run-1"]
+        name = f"mine/run-{number}"
+        with Sender(a_run(tmp_path, 1, name=name, **fields), Store(f"{bucket}/{name}")) as sender:
+            sender.send()
+    prepare(bucket, tmp_path / "here", "mine.py")
+    assert sorted(path.name for path in (tmp_path / "here" / "mine").iterdir()) == ["run-0", "run-2", "run-4"]
+    prepare(bucket, tmp_path / "there", "mine/run-1")
+    assert [path.name for path in (tmp_path / "there" / "mine").iterdir()] == ["run-1"]
+    bring(bucket, tmp_path / "records", records_only=True)
+    assert len(list((tmp_path / "records" / "mine").iterdir())) == 5
 
 
-def test_names_that_lead_out_of_the_folder_are_refused(tmp_path: Path, bucket: str) -> None:
-    run = a_run(tmp_path / "here", 1)
-    sent(run, bucket)
-
-    class Bad(Store):
-        def names(self, below: str = "") -> dict[str, str]:
-            return {"run.json": "", "../../evil": ""}
-
-    from ddp_core.remote.bringing import bring_run
-
+@pytest.mark.parametrize("name", ["../../evil", "/evil", "a\0b"])
+def test_names_that_lead_out_of_the_folder_are_refused(
+    tmp_path: Path, bucket: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(a_run(tmp_path / "here", 1), bucket)
+    monkeypatch.setattr(Store, "names", lambda self: {"run.json": 1, name: 1})
     with pytest.raises(UserError, match="lead out"):
-        bring_run(Bad(f"{bucket}/{NAME}"), tmp_path / "there", True)
+        bring(f"{bucket}/{NAME}", tmp_path / "there", records_only=False)
 
 
-def test_nothing_of_this_machine_is_copied(tmp_path: Path, bucket: str) -> None:
+def test_what_is_of_this_machine_alone_is_neither_copied_nor_brought(tmp_path: Path, bucket: str) -> None:
     run = a_run(tmp_path / "here", 1)
     (run / "run.lock").write_text("host")
     (run / "checkpoints" / ".step-000000002.pt.0123456789ab.tmp").write_text("partly")
-    sent(run, bucket)
-    names = {Path(name).name for name in Store(bucket).names()}
-    assert names == {"run.json", "metrics.jsonl", "latest.json", "step-000000001.json", "step-000000001.pt", "writer"}
-    assert (run / COPIED).exists()
-    assert not (run / BROUGHT).exists()
+    (run / "source" / "checkpoints").mkdir(parents=True)
+    (run / "source" / "checkpoints" / "run.json").write_text("a user's file")
+    send(run, bucket)
+    store = Store(f"{bucket}/{NAME}")
+    checkpoint = {f"checkpoints/{name}" for name in ("latest.json", "step-000000001.json", "step-000000001.pt")}
+    copied = {"run.json", "metrics.jsonl", "writer", "source/checkpoints/run.json", *checkpoint}
+    assert store.names().keys() == copied
+    store.write("stored.json", b"planted")
+    bring(store.address, tmp_path / "there", records_only=False)
+    assert not (tmp_path / "there" / "stored.json").exists()

@@ -1,7 +1,10 @@
-"""`ddp train --output ADDRESS` and commands that read from there; a folder is the store. Tests __main__.py, too."""
+"""`ddp train --output ADDRESS` and commands that read from there, with a folder as the store."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,8 @@ import pytest
 import ddp_core
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import UserError
-from ddp_core.base.files import take_lock
-from ddp_core.remote import is_address, local
+from ddp_core.base.files import is_address, take_lock
+from ddp_core.remote import local
 from ddp_core.remote.sending import LOCK
 from ddp_core.remote.store import Store
 from tests.support.commands import ddp, forked, train, wait_until
@@ -40,6 +43,29 @@ def test_a_store_that_fsspec_does_not_know_is_named() -> None:
         Store("nonsense://bucket")
 
 
+FORKS = """
+import os, time
+from pathlib import Path
+from ddp_core import Callback, Component, Experiment
+
+class Forks(Callback):
+    def on_epoch(self, moment):
+        child = os.fork() if not (Path(__file__).parent / "child").exists() else -1
+        if child == 0:
+            time.sleep(600)
+            os._exit(0)
+        if child > 0:
+            (Path(__file__).parent / "child").write_text(str(child))
+
+callbacks = [Forks()]
+experiment = Experiment(
+    name="forks", model=Component(name="two_layer"), data=Component(name="toy_data", options={"size": 32}),
+    loss="mean_squared_error", global_batch_size=16, micro_batch=4, epochs=9, numerics="portable",
+)
+"""
+"""A training with a child that outlives it, and that has its open files."""
+
+
 def machine(folder: Path, name: str) -> dict[str, str]:
     """The environment of a machine with local folders of its own."""
     return {"XDG_CACHE_HOME": str(folder / name)}
@@ -59,6 +85,7 @@ def the_run(address: str) -> str:
     return f"{address}/{record.removesuffix('/run.json')}"
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_on_another_machine_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +118,41 @@ def test_where_nothing_can_be_written_no_training_begins(tmp_path: Path) -> None
     assert ended.code == 4
     assert "bucket/runs" in ended.errors
     assert len(ended.errors.splitlines()) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", [(), ("--fault", "stop@2")])
+def test_a_run_that_cannot_be_copied_ends_with_4_and_says_where_it_is(tmp_path: Path, fault: tuple[str, ...]) -> None:
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "bucket" / "toy_mlp").write_text("a file in the place of the runs")
+    ended = ddp(*TINY, *fault, "--output", f"file://{tmp_path}/bucket", env=machine(tmp_path, "a"))
+    (record,) = (tmp_path / "a").rglob("run.json")
+    assert ended.code == 4
+    assert f"it is in {record.parent}, and the next `ddp train` with this --output copies it first" in ended.errors
+    (tmp_path / "bucket" / "toy_mlp").unlink()
+    again = ddp(*TINY, "--output", f"file://{tmp_path}/bucket", env=machine(tmp_path, "a"))
+    assert again.code == 0, again.errors
+    assert f"toy_mlp/{record.parent.name}/run.json" in Store(f"file://{tmp_path}/bucket").names()
+
+
+def test_a_run_named_by_its_address_goes_on_there(tmp_path: Path) -> None:
+    address = f"file://{tmp_path}/bucket"
+    stopped = ddp(*TINY, "--fault", "stop@2", "--output", address, env=machine(tmp_path, "a"))
+    assert stopped.code == 75, stopped.errors
+    ended = ddp(*TINY, "--resume", the_run(address), env=machine(tmp_path, "b"))
+    assert ended.code == 0, ended.errors
+    assert json.loads(Store(the_run(address)).read("run.json") or b"")["status"] == "completed"
+
+
+def test_the_copying_process_ends_with_a_training_whose_child_lives_on(tmp_path: Path) -> None:
+    file = tmp_path / "forks.py"
+    file.write_text(FORKS)
+    words = ("train", file, "--device", "cpu", "--rehearsal", "off", "--output", f"file://{tmp_path}/bucket")
+    with forked(*words, "--fault", "kill@3", env=machine(tmp_path, "a")) as killed:
+        assert killed.end().code == -9
+        (run,) = (path.parent for path in (tmp_path / "a").rglob("run.json"))
+        wait_until(lambda: is_free(run), 60, "the copying process has ended")
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
 def test_several_nodes_are_refused(tmp_path: Path) -> None:
