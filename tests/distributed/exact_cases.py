@@ -16,7 +16,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -375,32 +374,3 @@ def run_document(rank: int, world_size: int, code: str, distributed: bool) -> st
         warnings.simplefilter("ignore", FutureWarning)
         exec(compile(code, "the how-to", "exec"), {})
     return printed.getvalue()
-
-
-def gradients_alive(rank: int, world_size: int, way: Shares) -> tuple[int, int]:
-    """Bytes of all gradients of a model, and the most bytes of gradients that were alive between two backwards."""
-    layers, width = 24, 100
-    # Two layers in each flat tensor.
-    with process_group(), mock.patch("ddp_core.reduction.flat._FLAT_ELEMENTS", width * width * 3 // 2):
-        torch.manual_seed(0)
-        net = nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh())))
-        made: list[tuple[StorageWeakRef, int]] = []
-        for parameter in net.parameters():
-            parameter.register_post_accumulate_grad_hook(
-                lambda each: made.append((StorageWeakRef(each.grad.untyped_storage()), each.grad.nbytes))
-            )
-
-        def alive() -> int:
-            return sum(size for memory, size in made if not memory.expired())
-
-        most = 0
-        optimizer = torch.optim.SGD(net.parameters())
-        with OwnsPieces(net, optimizer, 8, process_group=dist.group.WORLD, shares=way).reduction as exact:
-            exact.begin()
-            for index in exact.share:
-                with exact.micro_batch(index):
-                    net(torch.randn(2, width)).sum().backward()
-                most = max(most, alive())
-            exact.finish()
-            assert alive() == 0
-        return sum(each.nbytes for each in net.parameters()), most

@@ -149,12 +149,3 @@ def test_what_cannot_be_launched_is_said_in_one_line(
     assert ended.code in ((2, 6) if said == "29400" else (2,))
     assert said in ended.errors
     assert ended.errors.count("\n") == 1, ended.errors
-
-
-@pytest.mark.slow
-def test_no_rendezvous_is_said(tmp_path: Path) -> None:
-    meeting = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "x", "--max-restarts", "0"]
-    ended = command("train", *TOY, "--layout", "ddp", *meeting, "--timeout", "3", "--output", tmp_path)
-    assert ended.code == 6
-    assert "ddp rendezvous" in ended.errors
-    assert ended.errors.count("\n") == 1, ended.errors
