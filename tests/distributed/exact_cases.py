@@ -322,49 +322,6 @@ def give_no_gradient_in_a_later_step(rank: int, world_size: int) -> str:
     return message
 
 
-def foreign_loop(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-    """Train in a loop that runs forwards outside of `micro_batch`, on all ranks and then on each alone.
-
-    Return the two digests, and what a backward outside of `micro_batch` is answered.
-    """
-    digests, messages = [], []
-    with process_group():
-        for ranks in (world_size, 1):
-            torch.manual_seed(0)
-            net = ConvolutionalNet()
-            module = wrap(net) if ranks > 1 else net
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            with ExactReduction(module, 6, shares="strided") as exact:
-                for _ in range(12 // ranks):
-                    if exact.remaining == exact.share:
-                        exact.begin()
-                    (index,) = exact.remaining[:1]
-                    loss = keyed_loss(module, index)
-                    with exact.micro_batch(index):
-                        loss.backward()
-                    if not exact.remaining:
-                        exact.finish(scale=1 / 6)
-                        optimizer.step()
-                        optimizer.zero_grad()
-                digests.append(digest_of(net, optimizer))
-                keyed_loss(module, 0).backward()  # outside of a step: nothing uses it
-                exact.begin()
-                keyed_loss(module, 0).backward()
-                try:
-                    with exact.micro_batch(exact.remaining[0]):
-                        pass
-                except RuntimeError as error:
-                    messages.append(str(error))
-            del exact, module
-    return digests, messages
-
-
-def keyed_loss(module: nn.Module, index: int) -> Tensor:
-    """A mean over the samples of micro-batch `index`."""
-    torch.manual_seed(index)
-    return module(torch.randn(2, 1, 6, 6)).square().mean()
-
-
 def run_document(rank: int, world_size: int, code: str, distributed: bool) -> str:
     """Run the script of the how-to, with torchrun's variables or without; return what it prints."""
     printed = io.StringIO()

@@ -77,13 +77,6 @@ def test_a_parameter_that_no_rank_has_a_gradient_for_in_any_later_step_is_named_
     assert all(each.startswith("step 3: backward came by weight and gave it no gradient") for each in messages)
 
 
-def test_a_foreign_loop_may_run_forwards_outside_but_no_backward() -> None:
-    answers = run_processes(cases.foreign_loop, 2)
-    assert len({digest for digests, _ in answers for digest in digests}) == 1
-    assert all("backward outside of ExactReduction.micro_batch" in text for _, messages in answers for text in messages)
-    assert [len(messages) for _, messages in answers] == [2, 2]
-
-
 @pytest.mark.full
 def test_the_documents_loop_prints_one_digest_alone_and_on_three_ranks() -> None:
     pages = (EXPLANATION.read_text(), HOW_TO.read_text())

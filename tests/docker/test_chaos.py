@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 from ddp_core.model.builders import small_cnn
 from ddp_lab.chaos.judge import two_writers
-from tests.docker.conftest import Project
 from tests.docker.nodes import QUIET, Start, run_drill
 from tests.faults.matrix import AGAIN, LATE, NOTICED, record_row
 
@@ -124,21 +122,6 @@ def test_slow_link_is_waited_for_and_not_taken_for_a_loss(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_throttled_node_is_named_as_the_slowest(start: Start) -> None:
-    # The timeout is long, so that throttled steps and evaluations on a slow machine are not taken for silence.
-    nodes = start({"nodes": 2, "timeout": 60}, epochs=2)
-    nodes.at_step(1)
-    nodes.cluster.throttle("node-2", 0.3)
-    assert nodes.verdict().exit_code == 0
-    nodes.progress.look()
-    assert nodes.progress.attempts == 1
-    (named,) = [line for line in nodes.said().splitlines() if "slowest: rank" in line]
-    assert nodes.of_rank(int(named.partition("slowest: rank ")[2].split()[0])) == "node-2"
-    assert "p95" in named
-    record_row(7, f"D: {named.partition('| ')[2]}")
-
-
-@pytest.mark.slow
 def test_node_out_of_memory_is_named_and_ends_with_4(start: Start) -> None:
     nodes = start({"nodes": 2}, "--max-restarts", "0", epochs=1000)
     nodes.at_step(5)
@@ -178,19 +161,3 @@ def test_missing_resource_ends_with_4_and_one_line(
     assert expected in errors[0]
     assert not any("Traceback" in line for line in lines)
     record_row(row, f"D: {code}, {errors[0].removeprefix('ddp: error: ')}", {"container": time.monotonic() - began})
-
-
-@pytest.mark.slow
-def test_container_stopped_on_one_layout_goes_on_with_another_to_the_same_weights(project: Project) -> None:
-    done = project.up("ddp-cpu", DDP_OPTIONS="--set epochs=5 --max-seconds 0.5")
-    assert done.returncode == 75, done.stdout + done.stderr
-    done = project.up("single-cpu", DDP_OPTIONS="--set epochs=5 --resume auto")
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = project.up("dp-cpu", DDP_OPTIONS="--set epochs=5")
-    assert done.returncode == 0, done.stdout + done.stderr
-    resumed, undisturbed = sorted(project.records(), key=lambda record: record["layout"]["kind"] == "dp")
-    assert len(resumed["attempts"]) == 2
-    assert resumed["weights_sha256"] == undisturbed["weights_sha256"]
-    kinds = [attempt["layout"]["kind"] for attempt in resumed["attempts"]]
-    assert list(itertools.pairwise(kinds)) == [("ddp", "single")]
-    record_row(32, "D: stopped as ddp on two processes, ended as single, weights as undisturbed")

@@ -58,23 +58,6 @@ def test_digits_ends_alike_on_an_emulated_cpu(cpu: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "hints",
-    [
-        # What glibc's own functions (exp, sin) choose by, which LIMITS does not limit.
-        {"GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX512VL,-AVX512BW,-AVX512DQ"},
-        # What numpy chooses by.
-        {"NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR"},
-        # More threads than the one that portable numerics uses.
-        {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"},
-    ],
-    ids=["glibc without AVX-512", "numpy without AVX-512", "two threads"],
-)
-def test_hints_to_libraries_do_not_change_the_bits(hints: dict[str, str]) -> None:
-    assert alone(hints) == here()
-
-
-@pytest.mark.slow
 @needs_emulator
 def test_one_rank_here_and_one_on_an_emulated_cpu_end_as_a_single_process_does(tmp_path: Path) -> None:
     port = free_port()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sysconfig
-import time
 import venv
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from benchmarks.gpu_check import RESOURCES
 from benchmarks.gpu_lines import NAME
 from ddp_core.base.errors import ExitCode
 from tests.house.gpu_check_cases import HEAD, ITEMS
-from tests.support.commands import ROOT, ddp, forked, wait_until
+from tests.support.commands import ROOT, ddp, wait_until
 from tests.support.processes import HANG
 from tests.support.standin_cuda import environment
 
@@ -39,22 +37,6 @@ def test_what_fails_is_recorded_and_ends_nothing(tmp_path: Path) -> None:
     said = {line["item"]: line.get("said") for line in gpu_lines.read(tmp_path / NAME)}
     assert said["raises"] == ["ValueError: no such thing"]
     assert said["dies"] == ["the process that runs it has died"]
-
-
-@pytest.mark.full
-def test_what_is_killed_at_any_moment_leaves_whole_lines_and_is_gone_on_with(tmp_path: Path) -> None:
-    kept: dict[str, str] = {}
-    for turn in range(3):
-        with forked(tmp_path, "short", module=CASES) as command:
-            time.sleep(random.Random(turn).uniform(0.05, 0.5))
-            os.kill(command.pid, signal.SIGKILL)
-        found = outcomes(tmp_path)
-        assert kept.items() <= found.items()
-        kept = found
-    assert len(kept) < len(ITEMS), "it was killed too late to show anything"
-    assert ddp(tmp_path, "short", module=CASES).code == 0
-    items = [line["item"] for line in gpu_lines.read(tmp_path / NAME)]
-    assert sorted(items) == sorted(item.name for item in ITEMS), "each once"
 
 
 def test_what_the_end_has_cut_off_is_no_result(tmp_path: Path) -> None:

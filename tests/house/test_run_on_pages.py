@@ -1,4 +1,4 @@
-"""The pages about Kubernetes and clouds hold: what they name is there, and their commands train on two nodes."""
+"""The pages about Kubernetes and clouds hold: what they name is there."""
 
 from __future__ import annotations
 

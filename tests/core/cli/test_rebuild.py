@@ -1,6 +1,6 @@
 """`ddp verify --rebuild`: what the new environment gets and whose word counts there, and what cannot be had.
 
-A stand-in for uv plays what an index and its Pythons would answer; one test asks a real one.
+A stand-in for uv plays what an index and its Pythons would answer.
 """
 
 from __future__ import annotations

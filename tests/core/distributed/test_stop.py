@@ -24,7 +24,7 @@ from ddp_core.record.directory import find_runs
 from tests.core.run.test_repeat import BEGIN
 from tests.distributed.asking import Send, has_begun, to_every_process, to_its_group, to_the_command
 from tests.faults.matrix import record_row
-from tests.support.commands import forked, running, train, trained, wait_until
+from tests.support.commands import forked, train, trained, wait_until
 from tests.support.layout_cases import ADAMW_MLP
 from tests.support.processes import HANG
 
@@ -167,27 +167,6 @@ def test_a_rank_that_waits_for_the_others_stops_at_once(tmp_path: Path) -> None:
     assert not output.exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [pytest.param((), id="single"), pytest.param(DDP, id="torchrun")])
-def test_it_changes_nothing_to_ask_again_and_again(tmp_path: Path, layout: tuple[str, ...]) -> None:
-    """Whether two signals come at once, or one comes after the save, or while the interpreter ends."""
-    words = ["train", str(WORDS[0]), *WORDS[1:], *layout, "--device", "cpu", "--fault", "slow@1", "--output", tmp_path]
-    with running(*words) as process:
-        wait_until(lambda: has_begun(tmp_path), HANG, "the first step")
-
-        def has_left() -> bool:
-            for number in (signal.SIGHUP, signal.SIGTERM):
-                to_every_process(process, number)
-            return process.poll() is not None
-
-        wait_until(has_left, HANG, "it leaves")
-        _, errors = process.communicate()
-    assert process.returncode == 75, errors
-    (line,) = errors.splitlines()
-    assert line.startswith("ddp: stopped: at step ")
-    assert trained(tmp_path)[1]["status"] == "stopped"
-
-
 def test_what_is_ignored_at_the_start_stays_ignored() -> None:
     """`nohup` starts a command that way, and the training must outlive its terminal."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -215,21 +194,6 @@ def test_a_signal_that_the_launcher_must_confirm_counts_once_it_has(tmp_path: Pa
 def test_a_time_that_is_up_is_a_request(seconds: float, reason: str | None) -> None:
     request = stopping.StopRequest(max_seconds=seconds)
     assert (request.requested, request.reason) == (reason is not None, reason)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [(), DDP], ids=["single", "torchrun"])
-def test_nohup_outlives_its_terminal(tmp_path: Path, layout: tuple[str, ...]) -> None:
-    words = ["train", str(WORDS[0]), *WORDS[1:], *layout, "--device", "cpu", "--fault", "slow@1", "--output", tmp_path]
-    with running(*words, program=("-c", NOHUP)) as process:
-        wait_until(lambda: has_begun(tmp_path), HANG, "the first step")
-        os.killpg(process.pid, signal.SIGHUP)
-        _, errors = process.communicate(timeout=HANG)
-    assert process.returncode == 0, errors
-    assert trained(tmp_path)[1]["status"] == "completed"
-
-
-NOHUP = "import os, sys; os.execvp('nohup', ['nohup', sys.executable, '-m', 'ddp_core', *sys.argv[1:]])"
 
 
 def test_a_second_interrupt_is_heard_until_all_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:

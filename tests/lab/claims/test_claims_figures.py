@@ -1,4 +1,4 @@
-"""The figures of every claim, against what is known of the measurements that they are made from."""
+"""What C08, C17 and C18 measure, against what is known of it."""
 
 from __future__ import annotations
 
