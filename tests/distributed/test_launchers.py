@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,9 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from ddp_core.numerics.limits import RULES
-from tests.distributed.asking import Send, has_begun, to_every_process, to_the_command
-from tests.support.commands import Ended, command, ddp, running, train, trained, wait_until
-from tests.support.processes import HANG, free_port
+from tests.support.commands import Ended, command, ddp, train, trained
+from tests.support.processes import free_port
 
 TOY = ("toy_mlp", "--device", "cpu")
 FILES = {"checkpoints", "source", "heartbeats", "log.txt", "metrics.jsonl", "model.safetensors", "run.json"}
@@ -103,18 +101,6 @@ def test_a_launcher_outside(tmp_path: Path, reference: Ends, launcher: Sequence[
     ended = command("--output", tmp_path, program=[*launcher, *TRAIN])
     check(tmp_path, reference, "external", ended, clean=False)
     assert "ddp:" not in ended.errors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("send", [to_the_command, to_every_process], ids=["torchrun alone", "every process"])
-def test_torchrun_makes_1_of_the_75_that_the_run_has_recorded(tmp_path: Path, send: Send) -> None:
-    words = ["--fault", "slow@1", "--log-every", "1", "--workers", "1", "--set", "epochs=1000", "--output", tmp_path]
-    with running(*words, program=[*TORCHRUN, *TRAIN]) as process:
-        wait_until(lambda: has_begun(tmp_path), HANG, "the first step")
-        send(process, signal.SIGTERM)
-        _, errors = process.communicate(timeout=HANG)
-    record = trained(tmp_path)[1]
-    assert (process.returncode, record["status"], record["exit_code"]) == (1, "stopped", 75), errors
 
 
 WORLD = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -1,4 +1,4 @@
-"""Every benchmark still runs: one round of a few steps, nothing recorded."""
+"""How benchmarks put their turns together."""
 
 from __future__ import annotations
 

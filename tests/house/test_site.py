@@ -1,4 +1,4 @@
-"""The site of the documentation: every page has a place, every link leads somewhere, and no page needs a network."""
+"""The site of the documentation: every page has a place, and no page needs a network."""
 
 from __future__ import annotations
 
