@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,17 +36,12 @@ def ended(output: Path) -> tuple[str, str]:
     return record["weights_sha256"], record["optimizer_sha256"]
 
 
-def alone(added: Mapping[str, str]) -> tuple[str, str]:
-    """How a single process on this machine's own CPU ends."""
-    with TemporaryDirectory() as output:
-        output_of(start([sys.executable, *words(Path(output))], added))
-        return ended(Path(output))
-
-
 @cache
 def here() -> tuple[str, str]:
     """How a single process on this machine's own CPU ends, with nothing set but the limits."""
-    return alone({})
+    with TemporaryDirectory() as output:
+        output_of(start([sys.executable, *words(Path(output))]))
+        return ended(Path(output))
 
 
 @needs_emulator

@@ -134,8 +134,9 @@ CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 FIRST = """
 import os, signal, sys, time
 from pathlib import Path
-from ddp_core.base.process import leave_first_process
-leave_first_process()
+from ddp_core.cli import main
+sys.argv[1:] = ["no command"]
+assert main() == 2
 assert os.getpid() != 1
 """
 ORPHAN = """

@@ -24,7 +24,7 @@ from ddp_core.record.directory import find_runs
 from tests.core.run.test_repeat import BEGIN
 from tests.distributed.asking import Send, has_begun, to_every_process, to_its_group, to_the_command
 from tests.faults.matrix import record_row
-from tests.support.commands import forked, train, trained, wait_until
+from tests.support.commands import forked, running, train, trained, wait_until
 from tests.support.layout_cases import ADAMW_MLP
 from tests.support.processes import HANG
 
@@ -165,6 +165,27 @@ def test_a_rank_that_waits_for_the_others_stops_at_once(tmp_path: Path) -> None:
     assert ended.code == 75, ended.errors
     assert ended.errors == "ddp: stopped: while nothing was trained (SIGTERM); continue with --resume auto\n"
     assert not output.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [pytest.param((), id="single"), pytest.param(DDP, id="torchrun")])
+def test_it_changes_nothing_to_ask_again_and_again(tmp_path: Path, layout: tuple[str, ...]) -> None:
+    """Whether two signals come at once, or one comes after the save, or while the interpreter ends."""
+    words = ["train", str(WORDS[0]), *WORDS[1:], *layout, "--device", "cpu", "--fault", "slow@1", "--output", tmp_path]
+    with running(*words) as process:
+        wait_until(lambda: has_begun(tmp_path), HANG, "the first step")
+
+        def has_left() -> bool:
+            for number in (signal.SIGHUP, signal.SIGTERM):
+                to_every_process(process, number)
+            return process.poll() is not None
+
+        wait_until(has_left, HANG, "it leaves")
+        _, errors = process.communicate()
+    assert process.returncode == 75, errors
+    (line,) = errors.splitlines()
+    assert line.startswith("ddp: stopped: at step ")
+    assert trained(tmp_path)[1]["status"] == "stopped"
 
 
 def test_what_is_ignored_at_the_start_stays_ignored() -> None:
