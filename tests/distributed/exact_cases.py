@@ -16,7 +16,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -323,49 +322,6 @@ def give_no_gradient_in_a_later_step(rank: int, world_size: int) -> str:
     return message
 
 
-def foreign_loop(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-    """Train in a loop that runs forwards outside of `micro_batch`, on all ranks and then on each alone.
-
-    Return the two digests, and what a backward outside of `micro_batch` is answered.
-    """
-    digests, messages = [], []
-    with process_group():
-        for ranks in (world_size, 1):
-            torch.manual_seed(0)
-            net = ConvolutionalNet()
-            module = wrap(net) if ranks > 1 else net
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            with ExactReduction(module, 6, shares="strided") as exact:
-                for _ in range(12 // ranks):
-                    if exact.remaining == exact.share:
-                        exact.begin()
-                    (index,) = exact.remaining[:1]
-                    loss = keyed_loss(module, index)
-                    with exact.micro_batch(index):
-                        loss.backward()
-                    if not exact.remaining:
-                        exact.finish(scale=1 / 6)
-                        optimizer.step()
-                        optimizer.zero_grad()
-                digests.append(digest_of(net, optimizer))
-                keyed_loss(module, 0).backward()  # outside of a step: nothing uses it
-                exact.begin()
-                keyed_loss(module, 0).backward()
-                try:
-                    with exact.micro_batch(exact.remaining[0]):
-                        pass
-                except RuntimeError as error:
-                    messages.append(str(error))
-            del exact, module
-    return digests, messages
-
-
-def keyed_loss(module: nn.Module, index: int) -> Tensor:
-    """A mean over the samples of micro-batch `index`."""
-    torch.manual_seed(index)
-    return module(torch.randn(2, 1, 6, 6)).square().mean()
-
-
 def run_document(rank: int, world_size: int, code: str, distributed: bool) -> str:
     """Run the script of the how-to, with torchrun's variables or without; return what it prints."""
     printed = io.StringIO()
@@ -375,32 +331,3 @@ def run_document(rank: int, world_size: int, code: str, distributed: bool) -> st
         warnings.simplefilter("ignore", FutureWarning)
         exec(compile(code, "the how-to", "exec"), {})
     return printed.getvalue()
-
-
-def gradients_alive(rank: int, world_size: int, way: Shares) -> tuple[int, int]:
-    """Bytes of all gradients of a model, and the most bytes of gradients that were alive between two backwards."""
-    layers, width = 24, 100
-    # Two layers in each flat tensor.
-    with process_group(), mock.patch("ddp_core.reduction.flat._FLAT_ELEMENTS", width * width * 3 // 2):
-        torch.manual_seed(0)
-        net = nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh())))
-        made: list[tuple[StorageWeakRef, int]] = []
-        for parameter in net.parameters():
-            parameter.register_post_accumulate_grad_hook(
-                lambda each: made.append((StorageWeakRef(each.grad.untyped_storage()), each.grad.nbytes))
-            )
-
-        def alive() -> int:
-            return sum(size for memory, size in made if not memory.expired())
-
-        most = 0
-        optimizer = torch.optim.SGD(net.parameters())
-        with OwnsPieces(net, optimizer, 8, process_group=dist.group.WORLD, shares=way).reduction as exact:
-            exact.begin()
-            for index in exact.share:
-                with exact.micro_batch(index):
-                    net(torch.randn(2, width)).sum().backward()
-                most = max(most, alive())
-            exact.finish()
-            assert alive() == 0
-        return sum(each.nbytes for each in net.parameters()), most

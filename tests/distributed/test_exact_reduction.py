@@ -72,24 +72,9 @@ def test_an_error_on_one_rank_ends_every_rank(where: str, shares: str, nodes: in
     assert "on purpose" in messages[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["contiguous", "strided"])
-def test_strided_shares_of_pieces_let_no_gradient_outlive_its_backward(way: str) -> None:
-    for whole, most in run_processes(cases.gradients_alive, 2, way):
-        # Strided: four of twelve flat tensors may be on their way, and one more has just arrived.
-        assert most <= whole * 5 / 12 if way == "strided" else most >= whole
-
-
 def test_a_parameter_that_no_rank_has_a_gradient_for_in_any_later_step_is_named_on_all() -> None:
     messages = run_processes(cases.give_no_gradient_in_a_later_step, 2)
     assert all(each.startswith("step 3: backward came by weight and gave it no gradient") for each in messages)
-
-
-def test_a_foreign_loop_may_run_forwards_outside_but_no_backward() -> None:
-    answers = run_processes(cases.foreign_loop, 2)
-    assert len({digest for digests, _ in answers for digest in digests}) == 1
-    assert all("backward outside of ExactReduction.micro_batch" in text for _, messages in answers for text in messages)
-    assert [len(messages) for _, messages in answers] == [2, 2]
 
 
 @pytest.mark.full

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,9 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from ddp_core.numerics.limits import RULES
-from tests.distributed.asking import Send, has_begun, to_every_process, to_the_command
-from tests.support.commands import Ended, command, ddp, running, train, trained, wait_until
-from tests.support.processes import HANG, free_port
+from tests.support.commands import Ended, command, ddp, train, trained
+from tests.support.processes import free_port
 
 TOY = ("toy_mlp", "--device", "cpu")
 FILES = {"checkpoints", "source", "heartbeats", "log.txt", "metrics.jsonl", "model.safetensors", "run.json"}
@@ -105,18 +103,6 @@ def test_a_launcher_outside(tmp_path: Path, reference: Ends, launcher: Sequence[
     assert "ddp:" not in ended.errors
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("send", [to_the_command, to_every_process], ids=["torchrun alone", "every process"])
-def test_torchrun_makes_1_of_the_75_that_the_run_has_recorded(tmp_path: Path, send: Send) -> None:
-    words = ["--fault", "slow@1", "--log-every", "1", "--workers", "1", "--set", "epochs=1000", "--output", tmp_path]
-    with running(*words, program=[*TORCHRUN, *TRAIN]) as process:
-        wait_until(lambda: has_begun(tmp_path), HANG, "the first step")
-        send(process, signal.SIGTERM)
-        _, errors = process.communicate(timeout=HANG)
-    record = trained(tmp_path)[1]
-    assert (process.returncode, record["status"], record["exit_code"]) == (1, "stopped", 75), errors
-
-
 WORLD = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
@@ -148,13 +134,4 @@ def test_what_cannot_be_launched_is_said_in_one_line(
     ended = ddp(*words, "--output", tmp_path, env=env)
     assert ended.code in ((2, 6) if said == "29400" else (2,))
     assert said in ended.errors
-    assert ended.errors.count("\n") == 1, ended.errors
-
-
-@pytest.mark.slow
-def test_no_rendezvous_is_said(tmp_path: Path) -> None:
-    meeting = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "x", "--max-restarts", "0"]
-    ended = command("train", *TOY, "--layout", "ddp", *meeting, "--timeout", "3", "--output", tmp_path)
-    assert ended.code == 6
-    assert "ddp rendezvous" in ended.errors
     assert ended.errors.count("\n") == 1, ended.errors

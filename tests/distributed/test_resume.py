@@ -9,7 +9,7 @@ import pytest
 from ddp_core.observe.metrics import read_metrics
 from tests.distributed.resuming import AUTO, WORDS, check_whole, digests, kill_at
 from tests.faults.matrix import record_row
-from tests.support.commands import ddp, train, trained
+from tests.support.commands import train, trained
 from tests.support.layout_cases import ADAMW_MLP
 
 
@@ -32,20 +32,6 @@ def test_killed_three_times_on_other_layouts(tmp_path: Path, undisturbed: tuple[
     kinds = [attempt["layout"]["kind"] for attempt in record["attempts"]]
     assert kinds == ["ddp", "dp", "ddp", "single"]
     record_row(32, f"killed thrice, each time on another layout ({', '.join(kinds)}): same weights")
-
-
-@pytest.mark.slow
-def test_without_restarts_the_launch_ends_with_6_and_can_be_resumed(
-    tmp_path: Path, undisturbed: tuple[str, str]
-) -> None:
-    words = [*WORDS, "--layout", "ddp", "--max-restarts", "0", "--fault", "kill@13:0"]
-    ended = ddp("train", *words, "--device", "cpu", "--output", tmp_path)
-    assert ended.code == 6, ended.errors
-    assert "--resume auto" in ended.errors
-    assert "Traceback" not in ended.errors
-    record = trained(tmp_path)[1]
-    assert (record["status"], record["exit_code"]) == ("failed", 6)
-    check_whole(tmp_path, undisturbed, train(tmp_path, *WORDS, *AUTO, ranks=2))
 
 
 @pytest.mark.full

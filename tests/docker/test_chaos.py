@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from pathlib import Path
 from typing import Any
 
-import docker
 import pytest
 
 from ddp_core.model.builders import small_cnn
 from ddp_lab.chaos.judge import two_writers
-from tests.docker.conftest import Project
 from tests.docker.nodes import QUIET, Start, run_drill
 from tests.faults.matrix import AGAIN, LATE, NOTICED, record_row
 
@@ -124,21 +121,6 @@ def test_slow_link_is_waited_for_and_not_taken_for_a_loss(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_throttled_node_is_named_as_the_slowest(start: Start) -> None:
-    # The timeout is long, so that throttled steps and evaluations on a slow machine are not taken for silence.
-    nodes = start({"nodes": 2, "timeout": 60}, epochs=2)
-    nodes.at_step(1)
-    nodes.cluster.throttle("node-2", 0.3)
-    assert nodes.verdict().exit_code == 0
-    nodes.progress.look()
-    assert nodes.progress.attempts == 1
-    (named,) = [line for line in nodes.said().splitlines() if "slowest: rank" in line]
-    assert nodes.of_rank(int(named.partition("slowest: rank ")[2].split()[0])) == "node-2"
-    assert "p95" in named
-    record_row(7, f"D: {named.partition('| ')[2]}")
-
-
-@pytest.mark.slow
 def test_node_out_of_memory_is_named_and_ends_with_4(start: Start) -> None:
     nodes = start({"nodes": 2}, "--max-restarts", "0", epochs=1000)
     nodes.at_step(5)
@@ -147,50 +129,3 @@ def test_node_out_of_memory_is_named_and_ends_with_4(start: Start) -> None:
     assert verdict.exit_code == 4, (verdict, nodes.said()[-3000:])
     assert any("node-2 ran out of memory" in line for line in verdict.lines)
     record_row(16, f"D: {verdict.exit_code}, {next(line for line in verdict.lines if 'memory' in line)}")
-
-
-@pytest.mark.parametrize(
-    ("row", "settings", "command", "expected"),
-    [
-        (22, {"read_only": True}, "ddp train digits --device cpu", "cannot write /outputs"),
-        (23, {}, "ddp train digits --device cuda --layout ddp --nproc-per-node 4", "asked for 4 CUDA devices, found 0"),
-        (31, {"shm_size": "64k"}, "ddp train digits --device cpu --workers 2 --output /tmp/o", "shm_size"),
-        (31, {"shm_size": "64k"}, "ddp train digits --layout ddp --device cpu --workers 2 --output /tmp/o", "shm_size"),
-    ],
-)
-def test_missing_resource_ends_with_4_and_one_line(
-    image: str, engine: docker.DockerClient, row: int, settings: dict[str, Any], command: str, expected: str
-) -> None:
-    if row == 23 and Path("/proc/driver/nvidia").exists():
-        pytest.skip("this machine has an NVIDIA driver")
-    began = time.monotonic()
-    container = engine.containers.run(
-        image, command.split(), detach=True, network_mode="none", tmpfs={"/tmp": ""}, init=True, **settings
-    )
-    try:
-        code = container.wait(timeout=100)["StatusCode"]
-        lines = container.logs().decode().splitlines()
-    finally:
-        container.remove(force=True)
-    assert code == 4, lines
-    errors = [line for line in lines if "error" in line.lower()]
-    assert len(errors) == 1, lines
-    assert expected in errors[0]
-    assert not any("Traceback" in line for line in lines)
-    record_row(row, f"D: {code}, {errors[0].removeprefix('ddp: error: ')}", {"container": time.monotonic() - began})
-
-
-@pytest.mark.slow
-def test_container_stopped_on_one_layout_goes_on_with_another_to_the_same_weights(project: Project) -> None:
-    done = project.up("ddp-cpu", DDP_OPTIONS="--set epochs=5 --max-seconds 0.5")
-    assert done.returncode == 75, done.stdout + done.stderr
-    done = project.up("single-cpu", DDP_OPTIONS="--set epochs=5 --resume auto")
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = project.up("dp-cpu", DDP_OPTIONS="--set epochs=5")
-    assert done.returncode == 0, done.stdout + done.stderr
-    resumed, undisturbed = sorted(project.records(), key=lambda record: record["layout"]["kind"] == "dp")
-    assert len(resumed["attempts"]) == 2
-    assert resumed["weights_sha256"] == undisturbed["weights_sha256"]
-    kinds = [attempt["layout"]["kind"] for attempt in resumed["attempts"]]
-    assert list(itertools.pairwise(kinds)) == [("ddp", "single")]
-    record_row(32, "D: stopped as ddp on two processes, ended as single, weights as undisturbed")

@@ -54,7 +54,7 @@ LIMITS: dict[int, dict[str, float]] = {
 }
 """The most seconds that a time may take, by row and by what is measured."""
 
-IN_CONTAINERS = {2, 3, 5, 6, 7, 8, 16, 22, 23, 28, 31, 32}
+IN_CONTAINERS = {2, 3, 5, 6, 7, 8, 16, 28}
 """The rows that drills in containers produce; all but 6 and 16 are produced on processes, too."""
 
 ALSO: dict[str, tuple[int, ...]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import signal
 import time
@@ -12,7 +11,7 @@ import pytest
 
 from ddp_core.distributed.processes import state_of
 from ddp_core.observe.metrics import read_metrics
-from tests.faults.launches import DOTS, Watch, check_aftermath, launched, train_words, undisturbed
+from tests.faults.launches import DOTS, Watch, check_aftermath, launched, train_words
 from tests.faults.matrix import AGAIN, LATE, NOTICED, record_row
 from tests.support.commands import Ended, ddp, run_workers, trained, wait_until
 from tests.support.processes import HANG
@@ -66,31 +65,6 @@ def test_a_killed_worker_is_named_where_its_peer_left_sooner(tmp_path: Path, dig
     assert ended.code == 0
     assert ended.errors == KILLED.format(0)
     check_aftermath(tmp_path, digest)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_twenty_kills_are_twenty_recoveries(tmp_path: Path) -> None:
-    epochs, chance, seconds = 250, random.Random(7), []
-    length = ["--set", f"epochs={epochs}"]
-    expected = undisturbed(tmp_path / "undisturbed", *length)
-    watch = Watch(tmp_path / "run")
-    words = train_words(tmp_path / "run", *RESTART, *length, "--max-restarts", "30", ranks=3)
-    with launched(*words, pause=PAUSE) as launch:
-        watch.wait_for_step(1)
-        for number in range(20):
-            time.sleep(chance.uniform(0, 0.5))
-            victim = chance.choice(sorted(launch.workers().items()))
-            struck = time.time()
-            victim[1].kill()
-            seconds.append(watch.wait_for_new_step(struck))
-            assert launch.errors().count("was killed (SIGKILL)") == number + 1
-        assert launch.end(600).code == 0
-    record = check_aftermath(tmp_path / "run", expected, epochs * 8)
-    assert len(record["attempts"]) == 21
-    worst = max(seconds)
-    said = f"20 of 20 random kills recovered, median {sorted(seconds)[10]:.1f} s, worst {worst:.1f} s"
-    record_row(1, said, {AGAIN: worst})
 
 
 @pytest.mark.full

@@ -56,14 +56,6 @@ def test_a_file_that_leaves_when_it_is_run_is_bad_input(tmp_path: Path) -> None:
     assert (ended.code, ended.errors.count("your code ended the process at")) == (2, 1), ended.errors
 
 
-@pytest.mark.slow
-def test_a_worker_of_torchrun_that_leaves_makes_it_end_with_1(tmp_path: Path) -> None:
-    program = ["--nproc_per_node=2", "--standalone", "-m", "ddp_core", *words(tmp_path, "single"), "--layout", "ddp"]
-    ended = ddp(*program, module="torch.distributed.run", env={"LEAVES": "1 os._exit"})
-    assert (ended.code, "rank 1 (node 0): your code ended the process" in ended.errors) == (1, True), ended.errors
-    assert trained(tmp_path)[1]["status"] == "failed"
-
-
 def test_what_is_forked_in_such_a_block_may_end_as_it_likes() -> None:
     with no_silent_end(pytest.fail):
         child = os.fork()

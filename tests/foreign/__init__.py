@@ -2,5 +2,5 @@
 
 `fleet` lists the cases; each is a setting of one of the files in `experiments`. `driver` trains one case on every
 layout, some cases at a time; `record` keeps the outcomes, and `page` makes docs/evidence/other-peoples-code.md
-of them. `random_fleet` trains what `random_experiments` writes from seeds, each on some layouts.
+of them.
 """

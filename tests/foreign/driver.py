@@ -11,7 +11,7 @@ import signal
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -76,17 +76,13 @@ def load(groups: Sequence[str]) -> None:
 
 
 def outcomes(
-    cases: Sequence[Case], workers: int, seconds: float = float("inf"), ways: Mapping[str, Sequence[str]] | None = None
+    cases: Sequence[Case], workers: int, seconds: float = float("inf")
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
     """What `run` finds for each case, some at a time, a large one alone; no case is begun after so many seconds.
 
-    `ways` holds the layouts of a case by its key, where they are not all of them. `load` comes before.
+    `load` comes before.
     """
-
-    def train(case: Case) -> dict[str, Any]:
-        return run(case, (ways or {}).get(case.key, COLUMNS))
-
-    for case, found in in_processes(cases, train, workers, seconds, is_alone=lambda case: case.is_large):
+    for case, found in in_processes(cases, run, workers, seconds, is_alone=lambda case: case.is_large):
         yield case, found or {**_DIED, "on": {}, "seconds": 0.0}
 
 

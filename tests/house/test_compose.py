@@ -153,13 +153,6 @@ def test_every_image_ends_unprivileged() -> None:
     assert set(last) == {"10001"}
 
 
-def test_what_the_image_prints_names_services_that_are_there() -> None:
-    text = (ROOT / "tools" / "what-to-do.sh").read_text()
-    services = re.findall(r"^    docker compose up (\S+)$", text, re.MULTILINE)
-    assert services
-    assert set(services) <= set(SERVICES)
-
-
 def test_the_page_on_gpus_names_services_files_targets_and_variables_that_are_there() -> None:
     page = (ROOT / "docs" / "how-to" / "train-on-gpus.md").read_text()
     lines = re.findall(r"```console\n(.*?)```", page, re.DOTALL)[0].splitlines()

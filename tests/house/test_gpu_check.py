@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import subprocess
-import sysconfig
-import time
-import venv
 from pathlib import Path
 
-import pytest
-
 from benchmarks import gpu_lines
-from benchmarks.gpu_check import RESOURCES
 from benchmarks.gpu_lines import NAME
 from ddp_core.base.errors import ExitCode
 from tests.house.gpu_check_cases import HEAD, ITEMS
-from tests.support.commands import ROOT, ddp, forked, wait_until
-from tests.support.processes import HANG
-from tests.support.standin_cuda import environment
+from tests.support.commands import ddp
 
 CASES = "tests.house.gpu_check_cases"
-CARRIED = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection")
 
 
 def outcomes(folder: Path) -> dict[str, str]:
@@ -39,22 +26,6 @@ def test_what_fails_is_recorded_and_ends_nothing(tmp_path: Path) -> None:
     said = {line["item"]: line.get("said") for line in gpu_lines.read(tmp_path / NAME)}
     assert said["raises"] == ["ValueError: no such thing"]
     assert said["dies"] == ["the process that runs it has died"]
-
-
-@pytest.mark.full
-def test_what_is_killed_at_any_moment_leaves_whole_lines_and_is_gone_on_with(tmp_path: Path) -> None:
-    kept: dict[str, str] = {}
-    for turn in range(3):
-        with forked(tmp_path, "short", module=CASES) as command:
-            time.sleep(random.Random(turn).uniform(0.05, 0.5))
-            os.kill(command.pid, signal.SIGKILL)
-        found = outcomes(tmp_path)
-        assert kept.items() <= found.items()
-        kept = found
-    assert len(kept) < len(ITEMS), "it was killed too late to show anything"
-    assert ddp(tmp_path, "short", module=CASES).code == 0
-    items = [line["item"] for line in gpu_lines.read(tmp_path / NAME)]
-    assert sorted(items) == sorted(item.name for item in ITEMS), "each once"
 
 
 def test_what_the_end_has_cut_off_is_no_result(tmp_path: Path) -> None:
@@ -81,49 +52,8 @@ def test_lines_are_merged_by_commit_and_place_and_never_those_of_a_stand_in(tmp_
     assert gpu_lines.newest(gpu_lines.read(second))["b"]["stand_in"] is False
 
 
-def test_without_a_device_one_line_says_so(tmp_path: Path) -> None:
-    ended = ddp(tmp_path, "true", module=CASES, env={"CUDA_VISIBLE_DEVICES": "", "DDP_GIT_COMMIT": "0123"})
-    assert ended.code == ExitCode.RESOURCES == RESOURCES
-    assert ended.errors == "gpu-check: torch finds no CUDA device here\n"
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_stand_in_is_kept_out_of_the_results() -> None:
     settings = {gpu_lines.STAND_IN: "1", "DDP_GIT_COMMIT": "0123"}
     ended = ddp(gpu_lines.RESULTS, "true", module=CASES, env=settings)
     assert ended.code == ExitCode.BAD_INPUT
     assert "a stand-in's results do not belong into benchmarks/results" in ended.errors
-
-
-@pytest.fixture
-def bare(tmp_path: Path) -> dict[str, str]:
-    """An interpreter without packages, PYTHON, and the environment in which it finds all but pydantic.
-
-    There, something stands in for CUDA.
-    """
-    venv.create(tmp_path / "bare", symlinks=True)
-    for name in ("packages", "wheels"):
-        (tmp_path / name).mkdir()
-    for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        package = entry.name.partition("-")[0]
-        if not package.startswith(("ddp_core", "_editable", "__editable__", "_virtualenv")):
-            (tmp_path / ("wheels" if package in CARRIED else "packages") / entry.name).symlink_to(entry)
-    given = environment(1)
-    settings = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL"))}
-    places = os.pathsep.join([given["PYTHONPATH"], str(tmp_path / "packages")])
-    python = str(tmp_path / "bare" / "bin" / "python")
-    return settings | given | {"PYTHONPATH": places, "DDP_GIT_COMMIT": "0123456789abcdef", "PYTHON": python}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_command_runs_without_installed_packages(tmp_path: Path, bare: dict[str, str]) -> None:
-    out = tmp_path / "out"
-    words = ["make", "-s", "gpu-check", f"OUT={out}", f"WHEELS={tmp_path / 'wheels'}", "MINUTES=5"]
-    process = subprocess.Popen(words, cwd=ROOT, env=bare, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        wait_until(lambda: outcomes(out).get("exact fp32: single") == "done", HANG, "an item has ended")
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    assert all(line["stand_in"] for line in gpu_lines.read(out / NAME))

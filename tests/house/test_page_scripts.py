@@ -22,7 +22,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from ddp_core.data.loader import Loader
-from tests.house.pages import Started
 from tests.support.commands import ROOT, ddp, train, trained
 from tests.support.layout_cases import digests
 from tests.support.processes import run_processes
@@ -150,26 +149,6 @@ def test_a_script_ends_with_one_digest_also_when_resumed_on_other_ranks(
     assert expected.startswith(f"{steps} steps, ")
     assert run_processes(_script, 3, script, tmp_path / "stopped", [stop]) == ["", "", ""]
     assert run_processes(_script, 2, script, tmp_path / "stopped", []) == [expected, ""]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_every_line_of_the_tutorial_under_torchrun(tmp_path: Path) -> None:
-    """Run the page's commands in one folder; only the script that is not ported ends differently each time."""
-    for name in ("before.py", "after.py"):
-        (tmp_path / name).write_text((PORTED / name).read_text())
-    printed: dict[str, list[str]] = {"before.py": [], "after.py": []}
-    for number, line in enumerate("".join(blocks(PORTED, "console")).splitlines()):
-        text = line.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
-        started = Started(text, tmp_path, tmp_path / f"said-{number}", os.environ | {"PYTHONPATH": str(ROOT)})
-        try:
-            assert started.end() == 0, f"{line}\n{started.said}"
-        finally:
-            started.kill()
-        for name, lines in printed.items():
-            lines += [said for said in started.said.splitlines() if name in line and " steps, " in said]
-    assert [line.split()[0] for line in printed["before.py"]] == ["96", "48", "33", "58"]
-    assert (len(set(printed["before.py"])), len(printed["after.py"]), len(set(printed["after.py"]))) == (4, 4, 1)
 
 
 def _validate(rank: int, world_size: int) -> tuple[int, float]:

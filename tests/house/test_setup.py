@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import socket
 import sys
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -92,41 +89,3 @@ def test_a_setup_of_what_there_is_not_ends_with_2_before_anything_is_made(
     assert (ended.code, ended.output, ended.errors.count("\n")) == (2, "", 1)
     assert ended.errors.startswith(f"setup: {variable}=conda: ")
     assert way_out in ended.errors
-
-
-@pytest.fixture
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """tools/environment.py, which makes its `.venv` below `tmp_path`."""
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    module = import_module("environment")
-    for name, place in (("ROOT", "."), ("ENVIRONMENT", ".venv"), ("STAMP", ".venv/.installed")):
-        monkeypatch.setattr(module, name, tmp_path / place)
-    monkeypatch.setattr(module, "make_dotenv", lambda: None)
-    monkeypatch.setattr(module, "fingerprint", str)
-    monkeypatch.delenv("TORCH", raising=False)
-    monkeypatch.delenv("INSTALLER", raising=False)
-    return module
-
-
-def test_a_setup_waits_for_another_and_leaves_what_a_link_leads_to(
-    environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "theirs" / "kept").mkdir(parents=True)
-    (tmp_path / ".venv").symlink_to(tmp_path / "theirs")
-
-    def locks(descriptor: int, how: int) -> None:
-        if how & fcntl.LOCK_NB:
-            raise BlockingIOError
-
-    def create(place: Path, **_: bool) -> None:
-        assert not place.is_symlink()
-        raise ImportError("import torch: gone")
-
-    monkeypatch.setattr(fcntl, "flock", locks)
-    monkeypatch.setattr("venv.create", create)
-    assert environment.main() == 1
-    output, errors = capfd.readouterr()
-    assert output.startswith("setup: waiting for another setup of this directory\n")
-    assert errors == "setup: installed, but not usable: import torch: gone\n"
-    assert (tmp_path / "theirs" / "kept").is_dir()
-    assert not (tmp_path / ".venv").exists()

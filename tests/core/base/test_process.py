@@ -7,7 +7,6 @@ Tests base/parting.py, too.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import queue
@@ -24,7 +23,7 @@ import pytest
 from ddp_core.base.parting import let_go
 from ddp_core.cli import main
 from tests.faults.matrix import record_row
-from tests.support.commands import ROOT, command, trained, wait_until
+from tests.support.commands import ROOT, command, trained
 from tests.support.processes import HANG, ask
 
 TRAIN = ["train", "toy_mlp", "--device", "cpu", "--set", "epochs=3"]
@@ -135,8 +134,9 @@ CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 FIRST = """
 import os, signal, sys, time
 from pathlib import Path
-from ddp_core.base.process import leave_first_process
-leave_first_process()
+from ddp_core.cli import main
+sys.argv[1:] = ["no command"]
+assert main() == 2
 assert os.getpid() != 1
 """
 ORPHAN = """
@@ -178,30 +178,6 @@ def test_process_1_passes_signals_on(container: tuple[str, ...], number: signal.
         first.send_signal(number)
         assert outside.wait(HANG) == code
     record_row(36, f"{number.name}: {code}")
-
-
-def zombies_below(process: psutil.Process) -> list[int]:
-    found = []
-    for child in process.children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if child.status() == psutil.STATUS_ZOMBIE:
-                found.append(child.pid)
-    return found
-
-
-@pytest.mark.slow
-def test_a_launcher_that_is_process_1_leaves_no_zombie(container: tuple[str, ...], tmp_path: Path) -> None:
-    words = ["train", "toy_mlp", "--device", "cpu", "--layout", "ddp", "--nproc-per-node", "2", "--workers", "2"]
-    words += ["--fault", "kill@2:1", "--fault", "pause@3:0", "--timeout", "600", "--output", str(tmp_path)]
-    inside = ["-m", "ddp_core", *words]
-    with subprocess.Popen([*container[:-1], *inside], cwd=ROOT, stdout=subprocess.DEVNULL) as outside:
-        try:
-            wait_until(lambda: bool(list(tmp_path.glob("*/*/.fault-pause*"))), HANG, "the second fault")
-            (first,) = psutil.Process(outside.pid).children()
-            wait_until(lambda: not zombies_below(first), 10, "all that has ended is waited for")
-            record_row(36, "a worker with two loader processes is killed: no zombie is left")
-        finally:
-            outside.kill()
 
 
 class Dropped:

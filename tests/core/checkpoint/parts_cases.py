@@ -6,7 +6,6 @@ The children import this module, so it imports little.
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_core.checkpoint import Checkpoint, Checkpointer, CutTensor, Ranks, find_checkpoints, load
@@ -88,29 +86,6 @@ def save_in_parts(directory: Path, ranks: Ranks, *steps: int, **settings: Any) -
         for step in steps:
             state = cut_state(step, ranks.rank, ranks.count)
             checkpointer.save(state, step=step, epoch=0, best=True, metadata={"ranks": ranks.count})
-
-
-def killed_at(directory: Path, rank: int, point: str, victim: int, asynchronous: bool) -> None:
-    """Save the steps 10 and 20, then 30, in which the victim dies by SIGKILL at `point`; the others end with code 6."""
-    _join(rank, 2, directory.with_name(f"{directory.name}-meeting"))
-    with Ranks.meeting(f"rank {rank}", 60) as ranks:
-        save_in_parts(directory, ranks, 10, 20)
-
-        def die(reached: str) -> None:
-            if (reached, rank) == (point, victim):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        try:
-            save_in_parts(directory, ranks, 30, asynchronous=asynchronous, at=die)
-        except RuntimeError:
-            os._exit(6)
-    os._exit(0)
-
-
-def _join(rank: int, world_size: int, meeting: Path) -> None:
-    meeting.mkdir(parents=True, exist_ok=True)
-    store = dist.FileStore(str(meeting / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
 def described(state: Any) -> Any:

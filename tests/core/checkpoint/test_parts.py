@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,8 +32,6 @@ from ddp_core.checkpoint.parts import part_of, put_together
 from ddp_core.record.weights import read_weights
 from tests.core.checkpoint import parts_cases as cases
 from tests.core.checkpoint.saved import REFERENCE
-from tests.faults.matrix import record_row
-from tests.support.processes import HANG, start
 from tests.support.wording import refusing
 
 
@@ -217,36 +214,3 @@ def test_what_dead_ranks_left_is_swept_and_what_a_live_one_holds_is_not(tmp_path
     # A file that is swept between its making and its locking is made anew.
     assert {name for found in swept for name in found} >= leftovers
     assert cases.is_whole(newest_valid(tmp_path))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "aside"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_kill_of_either_rank_at_any_point_leaves_the_newest_complete_checkpoint(
-    tmp_path: Path, victim: int, asynchronous: bool
-) -> None:
-    data = POINTS[: POINTS.index("data renamed") + 1]
-    points = [*data, "parts reported", *(POINTS[len(data) :] if victim == 0 else []), "outcome told"]
-    for point in points:
-        directory = tmp_path / point.replace(" ", "-")
-        children = [start(cases.killed_at, directory, rank, point, victim, asynchronous) for rank in range(2)]
-        for child in children:
-            child.join(HANG)
-        codes = [child.exitcode for child in children]
-        assert codes.pop(victim) == -signal.SIGKILL, point
-        # The other rank may have nothing left to wait for.
-        was_over = (victim, point) == (1, "parts reported") or point == "outcome told"
-        assert codes == [6] or (was_over and codes == [0]), point
-        newest = newest_valid(directory)
-        committed = points.index(point) >= points.index("parts reported" if victim == 1 else "manifest renamed")
-        assert newest.step == (30 if committed else 20), point
-        assert cases.is_whole(newest), point
-        sweep(directory)
-        found = find_checkpoints(directory)
-        expected = [each.manifest.name for each in found] + [part.file for each in found for part in each.data]
-        assert cases.names(directory) == set(expected), point
-        cases.save(directory, 2, 40)
-        assert cases.is_whole(newest_valid(directory)), point
-    how = "aside" if asynchronous else "at once"
-    record_row(9, f"two ranks, {how}: rank {victim} killed at each of {len(points)} points, the newest one loads")

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from ddp_core import Run
-from ddp_core.cli.bundle import make_bundle
 from tests.support.commands import ROOT, ddp, train, trained
 from tests.support.processes import run_processes
 
@@ -100,14 +99,3 @@ def test_figures_that_the_run_has_not_made_are_an_error(run: Run, tmp_path: Path
     found = ddp("eval", copy / "checkpoints" / "step-000000010.pt")
     assert (found.code, found.output) == (3, "")
     assert "has other weights than it recorded at step 10" in found.errors
-
-
-@pytest.mark.slow
-def test_every_layout_and_a_bundle_have_one_figure(run: Run, tmp_path: Path) -> None:
-    """The launcher's own workers, checkpoints in parts, and final weights without a checkpoint."""
-    two = ("--layout", "ddp", "--nproc-per-node", "2", "--shard")
-    make_bundle(run.path, tmp_path / "run.zip")
-    # An average is of whole weights, which no rank has there.
-    train(tmp_path / "out", AVERAGED, "--set", "ema_decay=null", *two, "parameters")
-    for place, words in ((tmp_path / "run.zip", (*two, "gradients")), (trained(tmp_path / "out")[0].path, ())):
-        assert told(place, *words)["identical"] is True

@@ -113,12 +113,3 @@ def test_each_layout_that_fits_is_tried_and_the_asked_one_first() -> None:
     digits = load_with_settings("digits", ()).experiment
     nodes = fitting(digits, Layout(kind="ddp", nnodes=4, nproc_per_node=2))
     assert nodes == Layout(kind="ddp", nproc_per_node=4)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_shipped_experiment_is_ready_on_every_layout() -> None:
-    rows = tried(rehearsed("digits", "--layout", "ddp", "--nproc-per-node", "2"))
-    assert len(rows) == 6
-    assert {cells[0] for cells in rows.values()} == {"done"}
-    assert len({cells[1] for cells in rows.values()}) == 1

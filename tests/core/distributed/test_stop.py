@@ -217,21 +217,6 @@ def test_a_time_that_is_up_is_a_request(seconds: float, reason: str | None) -> N
     assert (request.requested, request.reason) == (reason is not None, reason)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [(), DDP], ids=["single", "torchrun"])
-def test_nohup_outlives_its_terminal(tmp_path: Path, layout: tuple[str, ...]) -> None:
-    words = ["train", str(WORDS[0]), *WORDS[1:], *layout, "--device", "cpu", "--fault", "slow@1", "--output", tmp_path]
-    with running(*words, program=("-c", NOHUP)) as process:
-        wait_until(lambda: has_begun(tmp_path), HANG, "the first step")
-        os.killpg(process.pid, signal.SIGHUP)
-        _, errors = process.communicate(timeout=HANG)
-    assert process.returncode == 0, errors
-    assert trained(tmp_path)[1]["status"] == "completed"
-
-
-NOHUP = "import os, sys; os.execvp('nohup', ['nohup', sys.executable, '-m', 'ddp_core', *sys.argv[1:]])"
-
-
 def test_a_second_interrupt_is_heard_until_all_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     exits: list[int] = []
     monkeypatch.setattr(os, "_exit", exits.append)

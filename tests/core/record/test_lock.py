@@ -71,15 +71,6 @@ def test_the_second_run_in_a_directory_is_told_who_holds_it(tmp_path: Path) -> N
         assert is_held(tmp_path), "asking must not take it away"
 
 
-def test_a_killed_holder_gives_the_lock_back_at_once(tmp_path: Path) -> None:
-    with _holder(tmp_path):
-        pass
-    assert not is_held(tmp_path)
-    with RunLock(tmp_path):
-        assert is_held(tmp_path)
-    assert not is_held(tmp_path)
-
-
 def test_a_forked_worker_that_outlives_the_holder_does_not_keep_the_lock(tmp_path: Path) -> None:
     with _holder(tmp_path, _hold_and_fork, None) as worker:
         assert is_held(tmp_path)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddp_core.reduction.flat import Gradients
 from ddp_core.reduction.parts import parts_on
@@ -38,11 +39,14 @@ class Slow:
         return arrived
 
 
-def test_no_more_parcels_are_on_their_way_than_are_allowed() -> None:
+def test_no_more_parcels_are_on_their_way_than_are_allowed_and_no_gradient_outlives_its_step() -> None:
     # Of four dtypes, so that each weight is a parcel of its own.
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
     weights = nn.ParameterList(nn.Parameter(torch.ones(8, dtype=dtype)) for dtype in dtypes)
     gradients, channel = Gradients(weights), Slow()
+    made: list[StorageWeakRef] = []
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(lambda each: made.append(StorageWeakRef(each.grad.untyped_storage())))
     shards = Shards(gradients.parameters, range(1))
     owned = [Owned("", weights[each.position], each.start, each.stop, each.tensor) for each in shards.pieces(0)]
     rounds = Rounds(
@@ -60,3 +64,4 @@ def test_no_more_parcels_are_on_their_way_than_are_allowed() -> None:
     assert channel.under_way == UNDER_WAY
     rounds.begin(2)
     assert channel.under_way == 0, "the step that was given up has left nothing on its way"
+    assert all(memory.expired() for memory in made)

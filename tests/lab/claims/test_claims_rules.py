@@ -49,18 +49,14 @@ UNCHANGED = {
 """What is not confirmed before a change, by the part's place: also where the record is older than the rule."""
 
 WEAK, APART = (("points", 1, "seconds", way) for way in ("weak 2", "apart 2"))
-TOY = ("toy", "seconds", "weak 2")
 SPAWNED = (6, 13)
 """The cases of C15 that mp.spawn started, on 2 ranks and on 4."""
-# From 1.54 to 2 times as fast as one process: 1.7 lies between.
-OWN_NOISY_CONTROL = at("toy", "seconds", "apart 2", value=[0.035 + 0.001 * number for number in range(18)])
 AFTER, RESNET, BUCKETS = ("judged", "seconds", "after"), ("experiments", "resnet18", "seconds"), ("networks", "narrow")
-ON, OFF = (("by_ranks", "2", way, 1) for way in ("on", "off"))
+ON = ("by_ranks", "2", "on", 1)
 SHAPED = measurements_of("C11")["judged"]["seconds"]
 # The send loop takes 0.21 seconds for each further receiver.
 BENT = receiving("send loop", lambda count: 0.2 + 0.05 * (count - 1) ** 2)
 IN_BETWEEN = receiving("dist.broadcast", lambda count: 0.75 * 0.2085 * (count - 1))
-NOISY_LOOP = all_of(*(at("judged", "seconds", "send loop", count, value=list(NOISE)) for count in SHAPED["tree"]))
 EVALUATED = ("cases", 0, "seconds")
 SPED = ("samples_per_second", "2")
 
@@ -76,17 +72,11 @@ def weighed_right(losses: dict[str, dict[str, float]]) -> dict[str, dict[str, fl
 
 TURNS: list[tuple[str, Change, dict[int, str]]] = [
     ("C01", at("runs", 1, "w", value=2.03), {0: REFUTED}),
-    ("C01", at("runs", 1, "b", value=2.97), {0: REFUTED}),
     ("C01", at("runs", 1, "loss", value=0.012), {0: REFUTED}),
     ("C02", times(1.3, *WEAK), {1: REFUTED}),
     ("C02", times(0.8, *WEAK), {1: OPEN}),
-    ("C02", times(1.05, *WEAK, noise=NOISE), {1: OPEN}),
     ("C02", times(0.83, "points", 0, "seconds", "weak 2"), {0: CONFIRMED}),
-    ("C02", times(0.8, *APART), {1: OPEN}),
     ("C02", all_of(times(1.4, *WEAK), times(1.4, *APART)), {1: MISSING}),
-    ("C02", all_of(times(1.3, *WEAK), times(1.17, *APART, noise=NOISE)), {1: OPEN}),
-    ("C02", OWN_NOISY_CONTROL, {}),
-    ("C02", all_of(times(0.35, *TOY), OWN_NOISY_CONTROL), {4: OPEN}),
     ("C02", times(0.13, "toy", "seconds", "strong 2"), {5: OPEN}),
     (
         "C03",
@@ -96,9 +86,7 @@ TURNS: list[tuple[str, Change, dict[int, str]]] = [
     ("C03", at(*ON, "weights", value=[2.0]), {0: REFUTED}),
     ("C03", at(*ON, "counter_after_construction", value=200.0), {1: REFUTED}),
     ("C03", at(*ON, "counters", value=[100.0, 7.0]), {2: REFUTED}),
-    ("C03", at(*OFF, "counters", value=[100.0, 250.0]), {2: REFUTED}),
     ("C04", times(0.7, *AFTER), {0: REFUTED}),
-    ("C04", times(0.78, *AFTER, noise=NOISE), {0: OPEN}),
     ("C04", at("judged", "seconds", value=lambda found: {way: found[way][:10] for way in found}), {0: OPEN}),
     ("C04", at("judged", value=None), {0: MISSING}),
     ("C04", times(5.0, "unshaped", "seconds", "alone"), {0: MISSING}),
@@ -108,17 +96,14 @@ TURNS: list[tuple[str, Change, dict[int, str]]] = [
     ("C04", at("changes", 0, "changed after step", value=0), {1: OPEN}),
     ("C05", at("found_default", value=1.0), {0: REFUTED}),
     ("C05", times(0.1, *BUCKETS, "seconds", "one by one"), {1: REFUTED}),
-    ("C05", times(0.14, *BUCKETS, "seconds", "one by one", noise=NOISE), {1: OPEN}),
     ("C05", at("networks", value={}), {1: MISSING, 2: MISSING}),
     ("C06", times(0.8, *RESNET, "dp"), {0: REFUTED}),
-    ("C06", times(0.9, *RESNET, "dp", noise=NOISE), {0: OPEN}),
     ("C06", at("experiments", value=published("C06")["measurements"]["experiments"]), {0: MISSING}),
     ("C07", at("layouts", "dp", value={"memory": [1e9, 2e9], "busy": [1.0, 2.0]}), {0: REFUTED}),
     ("C07", at("layouts", "dp", "busy", value=[1.0, 1.0]), {0: OPEN}),
     ("C08", at("by_devices", "4", "ddp", 0, "sent", value=1e6), {0: REFUTED}),
     ("C08", all_of(at("countable", value=False), at("by_devices", value={})), {0: MISSING}),
     ("C08", at("cuda", "weights", value=0.0), {1: REFUTED}),
-    ("C08", at("cuda", "gradients", value=0.0), {1: REFUTED}),
     ("C08", at("cuda", value=None), {1: MISSING}),
     ("C09", at("ids", value=lambda ids: ids | {"without": ids["with"]}), {0: REFUTED}),
     ("C09", at("ids", value=lambda ids: ids | {"with": ids["without"]}), {0: REFUTED}),
@@ -126,7 +111,6 @@ TURNS: list[tuple[str, Change, dict[int, str]]] = [
     ("C10", among("cases", {"repeated": 0}), {1: CONFIRMED}),
     ("C10", among("cases", {"repeated": 1}), {0: REFUTED}),
     ("C11", BENT, {0: REFUTED, 3: CONFIRMED}),
-    ("C11", NOISY_LOOP, {0: OPEN, 1: OPEN, 2: OPEN, 3: OPEN}),
     ("C11", at("judged", "seconds", "dist.broadcast", value=SHAPED["tree"]), {3: CONFIRMED}),
     ("C11", IN_BETWEEN, {3: OPEN}),
     ("C11", at("unshaped", "seconds", value=SHAPED), {0: MISSING, 1: MISSING, 2: MISSING, 3: MISSING}),
@@ -139,7 +123,6 @@ TURNS: list[tuple[str, Change, dict[int, str]]] = [
     ("C13", at("cases", 0, "losses", "5", "all_ranks", value=lambda loss: 1.000005 * loss), {2: REFUTED}),
     ("C13", at("cases", 0, "losses", value=weighed_right), {1: CONFIRMED}),
     ("C13", times(3.0, *EVALUATED, "all_ranks"), {4: REFUTED}),
-    ("C13", times(1.9, *EVALUATED, "all_ranks", noise=NOISE), {4: OPEN}),
     ("C13", times(3.0, *EVALUATED, "own_all_ranks"), {3: REFUTED}),
     ("C14", at("torch_alone", 0, "resumed_at", value=0), {0: REFUTED}),
     ("C14", at("torch_alone", 0, "resumed_loss", value=190.0), {0: REFUTED}),
@@ -178,8 +161,6 @@ TURNS: list[tuple[str, Change, dict[int, str]]] = [
     ("C17", among("more", {"losses": spread(0.001, 8)}, way="asynchronous"), {3: REFUTED}),
     ("C17", among("more", {"losses": spread(0.5, 8)}, way="asynchronous"), {3: CONFIRMED}),
     ("C17", among("alone", {"losses": spread(0.02, 3)}), {4: REFUTED}),
-    ("C17", at("delayed", 1, "losses", value=[1.0, DIVERGED]), {}),
-    ("C18", survives("alone"), {0: CONFIRMED}),
     ("C18", all_of(survives("alone"), survives("without_restart")), {0: CONFIRMED, 1: CONFIRMED}),
     ("C18", all_of(*(at(name, 1, "killed", value=False) for name in ("alone", "without_restart"))), {0: OPEN, 1: OPEN}),
     ("C18", among("with_restart", {"status": "failed"}), {}),
@@ -196,7 +177,6 @@ TURNS: list[tuple[str, Change, dict[int, str]]] = [
     ("C20", at("alone", "batches_ready", value=0.0), {0: REFUTED}),
     ("C20", at("alone", "processes", value=1), {0: OPEN}),
     ("C20", times(0.6, *SPED), {1: REFUTED}),
-    ("C20", times(0.77, *SPED, noise=NOISE), {1: OPEN}),
     ("C21", at("device", value="cpu"), {1: MISSING}),
     ("C21", at("cases", "ddp", "losses", value=lambda losses: losses[::-1]), {0: OPEN}),
     ("C21", at("cases", "ddp", "losses", 1, value=None), {0: REFUTED}),
@@ -206,7 +186,6 @@ TURNS: list[tuple[str, Change, dict[int, str]]] = [
     ("C21", at("whole", "free", value=2**30), {2: MISSING}),
     ("C21", at("whole", "steps", value=0), {2: MISSING}),
     ("C22", at("cases", 0, "peak", value=lambda peak: 1.3 * peak), {0: REFUTED}),
-    ("C22", at("cases", 0, "peak", value=lambda peak: 0.7 * peak), {0: REFUTED}),
     ("C22", at("cases", value=[]), {0: MISSING}),
     ("C22", at("limited", value={}), {1: MISSING, 2: MISSING, 3: MISSING, 4: MISSING}),
     ("C22", limited("fits, DDP", True, "no memory"), {1: REFUTED}),

@@ -109,16 +109,6 @@ def test_a_script_for_one_process_is_not_taken_for_one_of_several(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_run_without_a_seed_is_said_and_no_bug(tmp_path: Path) -> None:
-    script = write(tmp_path, TRAINS + STEP + "open('written.txt', 'w').write('into the scratch folder')")
-    ended = diagnose(tmp_path, "--ranks", "1", "--", script)
-    assert ended.code == 0
-    assert "by design: Two equal runs differ: no seed is set (no-seed)" in ended.output
-    assert "step 1: weight before it is another" in ended.output
-    assert not (tmp_path / "written.txt").exists()
-
-
-@pytest.mark.slow
 def test_a_script_reads_beside_its_folder_what_a_copy_of_the_one_around_it_holds(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("3")
     (inner := tmp_path / "inner").mkdir()
@@ -129,29 +119,6 @@ def test_a_script_reads_beside_its_folder_what_a_copy_of_the_one_around_it_holds
     assert not (tmp_path / "new").exists()
     ended = diagnose(inner, "--folder", "/usr", "--", script)
     assert (ended.code, f"name one around {inner}\n" in ended.errors) == (2, True)
-
-
-@pytest.mark.slow
-def test_ranks_that_a_script_starts_itself_are_seen(tmp_path: Path) -> None:
-    (tmp_path / "inner.py").write_text((FIXTURES / "around_ddp.py").read_text())
-    script = write(
-        tmp_path,
-        """
-import os, runpy, sys
-import torch.multiprocessing as mp
-
-def work(rank, ranks):
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    runpy.run_path("inner.py", run_name="__main__")
-
-if __name__ == "__main__":
-    ranks = int(sys.argv[1])
-    mp.spawn(work, (ranks,), ranks)
-""",
-    )
-    ended = diagnose(tmp_path, "--ranks", "2", "--", script, "{ranks}")
-    assert ended.code == 1, ended.errors
-    assert "gradients-differ" in ended.output
 
 
 @pytest.mark.parametrize(
