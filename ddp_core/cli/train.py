@@ -23,7 +23,6 @@ from ddp_core.distributed.addresses import address_served, require_port
 from ddp_core.distributed.reports import report_end
 from ddp_core.distributed.stop import signal_named, stops_at_once
 from ddp_core.distributed.world import World, node_here
-from ddp_core.experiment.file import find_experiment
 from ddp_core.record.lock import require_unlocked
 
 if TYPE_CHECKING:
@@ -51,8 +50,12 @@ def carry_out(
         from ddp_core.cli.launched import follow_launcher
 
         asked, is_host = follow_launcher(asked, world, node)
-    if not is_rehearsal:
-        asked = _in_store(asked)
+    if not is_rehearsal and any(
+        map(is_address, filter(None, (asked.output, asked.resume, asked.fork, asked.init_from)))
+    ):
+        from ddp_core.cli.in_store import in_store
+
+        asked = in_store(asked)
     require_free(asked, world)
     # These load torch, which takes seconds.
     from ddp_core.base.determinism import use_one_thread
@@ -74,33 +77,6 @@ def carry_out(
     from ddp_core.remote import copied
 
     return copied(asked.output, train)
-
-
-def _in_store(asked: Asked) -> Asked:
-    """What was asked, with what it goes on with brought from the store that `--output` or `--resume` names.
-
-    Raises UserError, also where processes that know nothing of each other would each copy the run.
-    """
-    for option, given in (("--fork", asked.fork), ("--init-from", asked.init_from)):
-        if given is not None and is_address(given):
-            raise UserError(f"{option} {given}: give a local folder; of a run in a store --output and --resume go on")
-    changes, wanted = {}, find_experiment(asked.experiment).name if asked.resume == "auto" else ""
-    if is_address(asked.resume):
-        from ddp_core.remote import local
-
-        folder, name, run = asked.resume.rstrip("/").rsplit("/", 2)
-        changes, wanted = {"output": folder, "resume": str(local(asked.resume))}, f"{name}/{run}"
-    asked = asked.model_copy(update=changes)
-    if is_address(asked.output):
-        if World.is_set() or asked.nnodes.high > 1:
-            raise UserError(
-                f"--output {asked.output}: a run in a store is of one node, and started by ddp itself; give several "
-                "nodes a folder that they share"
-            )
-        from ddp_core.remote import brought_to_train
-
-        brought_to_train(asked.output, wanted)
-    return asked
 
 
 def _train(request: Request, world: World, is_host: bool) -> int:

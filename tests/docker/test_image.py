@@ -69,6 +69,7 @@ print(len(compiled), [str(path) for path in compiled if path.read_bytes()[4] != 
 """
 """Lists the compiled files that name the time of their source, not its hash, but for those that Debian's own tool for
 Python compiles as it is installed: they name the time of its package."""
+CONTENTS = "find / -xdev -type f ! -path '/etc/host*' -print0 | sort -z | xargs -0 sha256sum"
 
 
 def as_root(image: str, command: str) -> str:
@@ -82,6 +83,22 @@ def test_nothing_notes_the_day_of_the_build(image: str) -> None:
     *noted, user = as_root(image, "ls -A /var/log /var/cache; grep ^ddp: /etc/shadow").splitlines()
     assert [name for name in noted if name.endswith(".log") or name in ("apt:", "ldconfig")] == []
     assert user.startswith("ddp:!:3652:"), "1980-01-01"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_builds_hold_the_same_files(project: Project, engine: docker.DockerClient) -> None:
+    """Contents alone are compared: for equal times it takes a builder that this engine may not have."""
+    held = []
+    for tag in ("first", "second"):
+        project.variables["IMAGE_TAG"] = tag
+        built = project.compose("build", "--no-cache", "--quiet", "ddp-cpu", timeout=900)
+        assert built.returncode == 0, built.stderr
+        held.append(set(as_root(f"samebits-cpu:{tag}", CONTENTS).splitlines()))
+    for tag in ("first", "second"):
+        engine.images.remove(f"samebits-cpu:{tag}")
+    assert len(held[0]) > 10_000
+    assert sorted(held[0] ^ held[1]) == []
 
 
 def test_experiment_and_quoted_options_come_through_the_environment(project: Project) -> None:

@@ -1,24 +1,31 @@
 """`ddp verify --rebuild`: what the new environment gets and whose word counts there, and what cannot be had.
 
-A stand-in for uv plays what an index and its Pythons would answer.
+A stand-in for uv plays what an index and its Pythons would answer; one test asks a real one.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import socket
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from zipfile import ZipFile, ZipInfo
 
 import pytest
+from packaging.requirements import Requirement
 
 from ddp_core.base.errors import ExitCode
 from ddp_core.cli import rebuild
+from ddp_core.cli.bundle import make_bundle
 from ddp_core.cli.verify import verify
 from ddp_core.record.bundles import BUNDLE_FORMAT, MANIFEST, PINS
-from tests.support.commands import ROOT
+from ddp_core.record.pins import read_pins
+from tests.support.commands import ROOT, ddp, train, trained
+from tests.support.own_project import write_project
 from tests.support.wording import refusing
 
 BUNDLE = ROOT / "tests" / "formats" / "0.1.0" / "bundle.zip"
@@ -147,3 +154,45 @@ def test_a_place_is_no_python(tmp_path: Path, uv: Callable[[str], Path]) -> None
     with refusing():
         verify(bundle, rebuild=True, **WHERE)
     assert not asked.exists()
+
+
+def needed(name: str, known: dict[str, str]) -> dict[str, str]:
+    """The installed packages without which this one does not work, by version."""
+    name = re.sub(r"[-_.]+", "-", name).lower()
+    if name not in known:
+        known[name] = metadata.version(name)
+        for line in metadata.requires(name) or ():
+            asked = Requirement(line)
+            if asked.marker is None or asked.marker.evaluate({"extra": ""}):
+                needed(asked.name, known)
+    return known
+
+
+def reaches(host: str) -> bool:
+    try:
+        with socket.create_connection((host, 443), timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.extras("uv")
+@pytest.mark.timeout(900)
+def test_a_bundle_is_verified_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    if not reaches("pypi.org"):
+        pytest.skip("the package index cannot be reached")
+    train(tmp_path / "out", write_project(tmp_path / "project"))
+    assert make_bundle(trained(tmp_path / "out")[0].path, tmp_path / "whole.zip") == 0
+    names = needed("samebits", {})
+
+    def fewer(text: str) -> str:
+        return "".join(f"{line}\n" for line in text.splitlines() if read_pins(line).keys() & names)
+
+    bundle = altered(tmp_path / "whole.zip", tmp_path / "b.zip", fewer)
+    links = {"UV_FIND_LINKS": os.environ["PIP_FIND_LINKS"]} if "PIP_FIND_LINKS" in os.environ else {}
+    environment = links | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    ended = ddp("verify", bundle, "--rebuild", "--layout", "dp", "--json", env=environment)
+    assert ended.code == 0, ended.errors + ended.output
+    assert f"packages: all {len(names)} packages and Python are those of the pins" in ended.output
+    assert "identical" in ended.output

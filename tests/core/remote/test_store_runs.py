@@ -1,4 +1,7 @@
-"""`ddp train --output ADDRESS` and commands that read from there, with a folder as the store."""
+"""`ddp train --output ADDRESS` and commands that read from there, with a folder as the store.
+
+Tests cli/in_store.py, too.
+"""
 
 from __future__ import annotations
 
