@@ -20,12 +20,13 @@ def in_store(asked: Asked) -> Asked:
             raise UserError(f"{option} {given}: give a local folder; of a run in a store --output and --resume go on")
     changes, wanted = {}, find_experiment(asked.experiment).name if asked.resume == "auto" else ""
     if is_address(asked.resume):
-        folder, name, run = asked.resume.rstrip("/").rsplit("/", 2)
+        place = local(asked.resume)
+        folder = asked.resume.rstrip("/").rsplit("/", 2)[0]
         if not is_address(folder) or ("output" in asked.model_fields_set and asked.output.rstrip("/") != folder):
             raise UserError(
                 f"--resume {asked.resume}: give --output/EXPERIMENT/RUN, such as s3://bucket/runs/digits/RUN"
             )
-        changes, wanted = {"output": folder, "resume": str(local(asked.resume))}, f"{name}/{run}"
+        changes, wanted = {"output": folder, "resume": str(place)}, f"{place.parent.name}/{place.name}"
     asked = asked.model_copy(update=changes)
     if is_address(asked.output):
         if World.is_set() or asked.nnodes.high > 1:

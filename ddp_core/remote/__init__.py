@@ -39,8 +39,12 @@ def local(named: str | os.PathLike[str]) -> Path:
         )
     if not scheme.isalnum() or not parts or not {".", ".."}.isdisjoint(parts):
         raise UserError(f"{text} is no address of a store; give one such as s3://bucket/runs")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()).absolute()
-    return cache / "samebits" / scheme / Path(*parts)
+    return cache() / scheme / Path(*parts)
+
+
+def cache() -> Path:
+    """The folder of all local folders."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()).absolute() / "samebits"
 
 
 def brought(named: str | os.PathLike[str], *options: str) -> Path:
@@ -77,7 +81,7 @@ def copied(address: str, train: Callable[[], int]) -> int:
     file = os.environ[RUN_FILE] = given or str(Path(mkdtemp(prefix="ddp-copies-")) / "run")
     words = [*_COMMAND, "follow", address, file, str(os.getpid()), *(() if given else ("--own",))]
     # In a session of its own, out of reach of Ctrl-C. Where this process is killed, its end of the pipe is closed.
-    with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as copier:
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True) as copier:
         try:
             code = train()
         finally:

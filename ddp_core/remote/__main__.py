@@ -51,6 +51,7 @@ def follow(address: str, run_file: Path, trainer: int) -> None:
     os.nice(10)
     with contextlib.ExitStack() as opened:
         sender: Sender | None = None
+        run: Path | None = None
         seen: object = None
         pause, attempts_left, is_over = _LOOK_SECONDS, _LAST_ATTEMPTS, False
         while True:
@@ -58,7 +59,9 @@ def follow(address: str, run_file: Path, trainer: int) -> None:
                 time.sleep(0 if attempts_left == _LAST_ATTEMPTS else pause)
             else:
                 is_over = bool(select.select([sys.stdin], [], [], pause)[0]) or os.getppid() != trainer
-            run = Path(run_file.read_text()) if run_file.exists() else None
+            if run is None and run_file.exists():
+                # Once: a training that the user's code starts would write its own into the same file.
+                run = Path(run_file.read_text())
             state = None if run is None else _state(run)
             if run is not None and (is_over or state != seen):
                 try:
@@ -67,10 +70,10 @@ def follow(address: str, run_file: Path, trainer: int) -> None:
                         sender = opened.enter_context(Sender(run, there))
                     sender.send()
                     seen, pause = state, _LOOK_SECONDS
-                except (UserError, OSError) as error:
+                except Superseded:
+                    raise
+                except Exception as error:  # whatever a client raises, what is here is copied later
                     attempts_left -= is_over
-                    if isinstance(error, Superseded):
-                        raise
                     if not attempts_left:
                         raise UserError(
                             f"{one_line(error)}. Not all of the run is there; it is in {run}, and the next `ddp train` "

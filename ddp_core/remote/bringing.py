@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import shutil
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ddp_core.base.beneath import NotAFile, open_file
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.beneath import open_beneath
+from ddp_core.base.errors import ExitCode, UserError, one_line
 from ddp_core.base.files import take_lock
+from ddp_core.distributed.reports import tell_user
+from ddp_core.remote import cache
 from ddp_core.remote.sending import (
     CHECKPOINTS,
     OF_THIS_MACHINE,
@@ -55,31 +58,54 @@ def prepare(address: str, folder: Path, wanted: str) -> None:
     """Before a training: copy what launches of this machine have not copied, then bring what it may go on with.
 
     `wanted`: a run, as EXPERIMENT/RUN; or the name of an experiment's file, which means its runs that are not completed
-    and the newest completed one. A local run stays unless another machine has gone on with it; then it is put aside.
-    Raises UserError (4) where nothing can be written.
+    and the newest completed one; nothing is brought for an empty text. A local run with which another machine has gone
+    on is put aside. What cannot be copied now is told. Raises UserError (4) where nothing can be written or read.
     """
     store = Store(address)
     store.write(_PROBE, b"")
     for record in sorted(folder.glob("*/*/run.json")):
         run = record.parent
-        there = Store(f"{store.address}/{run.relative_to(folder)}")
-        if not _is_worked_in(run) and not is_superseded(there, run) and has_more(run, there):
+        with contextlib.closing(_Idle(run)) as idle:
+            if idle.is_ours:
+                _settle(run, Store(f"{store.address}/{run.relative_to(folder)}"))
+    names = [wanted] if "/" in wanted else _resumable(store, wanted) if wanted else []
+    for name in names:
+        if not (run := _beneath(folder, name)).exists():
+            _bring_to_train(Store(f"{store.address}/{name}"), run)
+
+
+def _settle(run: Path, there: Store) -> None:
+    """Copy what the store lacks of a local run; or put the run aside where another machine has gone on with it."""
+    try:
+        if is_superseded(there, run):
+            aside = cache() / "superseded" / f"{run.name}-{secrets.token_hex(3)}"
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            run.rename(aside)
+            tell_user(f"another machine has gone on with {there.address}; what was trained here is in {aside}")
+        elif has_more(run, there):
             with Sender(run, there) as sender:
                 sender.send()
-    for name in [wanted] if "/" in wanted else _resumable(store, wanted):
-        run, there = _beneath(folder, name), Store(f"{store.address}/{name}")
-        if run.exists():
-            if _is_worked_in(run) or not is_superseded(there, run):
-                continue
-            _set_aside(run, folder)
+    except (UserError, OSError) as error:
+        tell_user(f"warning: {one_line(error)}; what is in {run} is not all copied yet")
+
+
+def _bring_to_train(there: Store, run: Path) -> None:
+    """Bring a run into its folder, where it is seen whole or not at all."""
+    new = cache() / "bringing" / secrets.token_hex(6)
+    try:
+        writer = (there.read(WRITER) or b"").decode(errors="replace")
+        bring(there.address, new, records_only=False)
+        facts = (new / RECORD).stat()
+        committed = [f"{CHECKPOINTS}/{path.name}" for path in (new / CHECKPOINTS).glob("step-*.json")]
+        keep(new, {"names": [writer], "committed": committed, "sent": {RECORD: [facts.st_mtime_ns, facts.st_size]}})
         run.parent.mkdir(parents=True, exist_ok=True)
-        new = run.with_name(f".{run.name}.{secrets.token_hex(3)}")
         try:
-            bring(there.address, new, records_only=False)
-            keep(new, {"names": [(there.read(WRITER) or b"").decode()], "committed": [], "sent": {}})
             new.rename(run)
-        finally:
-            shutil.rmtree(new, ignore_errors=True)
+        except OSError:
+            if not run.exists():  # else another launch has just brought it
+                raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def _resumable(store: Store, experiment_file: str) -> list[str]:
@@ -107,18 +133,16 @@ def _is_large(name: str) -> bool:
     return name.startswith(f"{CHECKPOINTS}/") or name.endswith(".safetensors")
 
 
-def _is_worked_in(run: Path) -> bool:
-    """Whether a process of this machine trains in the run's directory."""
-    with contextlib.suppress(FileNotFoundError, NotAFile), open_file(run / "run.lock") as file:
-        return not take_lock(file.fileno(), shared=True, patience=0)
-    return False
+class _Idle:
+    """Keeps trainings out of a run's directory, by their lock, until it is closed; not where one works there now."""
 
+    def __init__(self, run: Path) -> None:
+        self._lock = open_beneath(run / "run.lock", os.O_RDWR | os.O_CREAT)
+        self.is_ours = take_lock(self._lock, patience=0)
 
-def _set_aside(run: Path, folder: Path) -> None:
-    """Move a local run with which another machine has gone on out of the folder of runs; nothing is deleted."""
-    aside = folder.with_name(f"{folder.name}.superseded") / f"{run.name}-{secrets.token_hex(3)}"
-    aside.parent.mkdir(parents=True, exist_ok=True)
-    run.rename(aside)
+    def close(self) -> None:
+        """Let trainings in."""
+        os.close(self._lock)
 
 
 def _beneath(folder: Path, name: str) -> Path:

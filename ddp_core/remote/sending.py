@@ -20,7 +20,15 @@ from ddp_core.base.beneath import open_beneath, open_file, read_file
 from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file, take_lock, target_of
-from ddp_core.checkpoint.manifest import Damaged, pointed_step, read_manifest, step_of_data, step_of_manifest
+from ddp_core.checkpoint.manifest import (
+    Damaged,
+    DataPart,
+    pointed_step,
+    read_manifest,
+    require_data,
+    step_of_data,
+    step_of_manifest,
+)
 from ddp_core.remote.store import Store
 
 WRITER = "writer"
@@ -86,7 +94,8 @@ class Sender:
             self._stored["names"].append(self._name)
             keep(run, self._stored)
             store.write(WRITER, self._name.encode())
-            self._committed = {name: store.read(name) or b"{}" for name in self._stored["committed"]}
+            found = {name: store.read(name) for name in self._stored["committed"]}
+            self._committed = {name: content for name, content in found.items() if content is not None}
         except BaseException:
             os.close(self._lock)
             raise
@@ -108,65 +117,69 @@ class Sender:
                 self._send_file(str(name), there)
         for manifest in manifests:
             with contextlib.suppress(FileNotFoundError):  # one that was removed meanwhile is superseded
-                self._send_checkpoint(manifest, f"{CHECKPOINTS}/{manifest.name}" in there)
+                self._send_checkpoint(manifest, there)
         self._require_writer(self._name)
         steps = {step_of_manifest(PurePosixPath(name).name) for name in self._committed}
         for pointer in _POINTERS:
             if pointed_step(self.run / CHECKPOINTS / pointer) in steps:
                 self._send_file(f"{CHECKPOINTS}/{pointer}", there)
         self._send_file(RECORD, there)
-        self._remove_superseded()
         self._stored["committed"] = sorted(self._committed)
         keep(self.run, self._stored)
+        self._remove_superseded(self.store.names())
 
     def _manifests(self) -> list[Path]:
         """The manifests here, the newest first: a slow store then has the newest checkpoint that it can have."""
         found = (self.run / CHECKPOINTS).glob("step-*.json")
         return sorted((path for path in found if step_of_manifest(path.name) is not None), reverse=True)
 
-    def _send_checkpoint(self, manifest: Path, is_there: bool) -> None:
+    def _send_checkpoint(self, manifest: Path, there: set[str]) -> None:
         name, content = f"{CHECKPOINTS}/{manifest.name}", read_file(manifest)
-        if is_there and self._committed.get(name) == content:
+        if name in there and self._committed.get(name) == content:
             return
-        if not is_there or self.store.read(name) != content:
-            try:
-                parts = read_manifest(manifest).data
-            except Damaged:
+        before = self.store.read(name) if name in there else None
+        if before != content:
+            if (parts := _data_of(manifest)) is None:
                 return
+            names = {part.file: f"{CHECKPOINTS}/{part.file}" for part in parts}
             with contextlib.ExitStack() as opened:
                 # All are open before the first is sent, since training may remove them while a slow store takes them.
-                files = {part: opened.enter_context(open_file(manifest.parent / part.file)) for part in parts}
-                if any(os.fstat(data.fileno()).st_size != part.bytes for part, data in files.items()):
-                    return
+                files = {each: opened.enter_context(open_file(manifest.parent / each)) for each in names}
                 self._require_writer(self._name)
-                if is_there:
+                if before is not None and not there.isdisjoint(names.values()):
+                    # Its data would be overwritten under it.
                     self.store.remove(name)
-                for part, data in files.items():
-                    self.store.send(f"{CHECKPOINTS}/{part.file}", data.fileno())
+                    self._committed.pop(name, None)
+                for each, data in files.items():
+                    self.store.send(names[each], data.fileno())
             self._require_writer(self._name)
             self.store.write(name, content)
+            for each in _named_in(before) - set(names):
+                self.store.remove(f"{CHECKPOINTS}/{each}")
         self._committed[name] = content
 
-    def _send_file(self, name: str, there: dict[str, int]) -> None:
-        with contextlib.suppress(FileNotFoundError), open_file(self.run / name) as file:
+    def _send_file(self, name: str, there: set[str]) -> None:
+        with contextlib.suppress(FileNotFoundError, PermissionError), open_file(self.run / name) as file:
             facts = os.fstat(file.fileno())
             if self._stored["sent"].get(name) != (state := [facts.st_mtime_ns, facts.st_size]) or name not in there:
                 self.store.send(name, file.fileno())
                 self._stored["sent"][name] = state
 
-    def _remove_superseded(self) -> None:
-        """Remove checkpoints that training has removed here since they were copied, where it has newer ones there."""
-        newest = max(self._committed, default="")
+    def _remove_superseded(self, there: set[str]) -> None:
+        """Remove checkpoints that training has removed here since they were copied, where a newer one is there.
+
+        Where the store lets nothing be removed, they stay.
+        """
+        newest = max(there & self._committed.keys(), default="")
         gone = [name for name in sorted(self._committed) if not (self.run / name).exists()]
-        if not gone or newest in gone:
+        if not gone or newest <= max(gone):
             return
         self._require_writer(self._name)
         for name in gone:
-            self.store.remove(name)
-            content = json.loads(self._committed.pop(name))
-            for part in content.get("parts") or [content]:
-                if step_of_data(part.get("file", "")) is not None:
-                    self.store.remove(f"{CHECKPOINTS}/{part['file']}")
+            with contextlib.suppress(UserError):
+                self.store.remove(name)
+                for each in _named_in(self._committed.pop(name)):
+                    self.store.remove(f"{CHECKPOINTS}/{each}")
 
     def _require_writer(self, *names: str) -> None:
         there = self.store.read(WRITER)
@@ -178,11 +191,31 @@ class Sender:
             )
 
 
+def _data_of(manifest: Path) -> tuple[DataPart, ...] | None:
+    """The data files of a checkpoint; None where it is damaged, or its data is not whole."""
+    try:
+        checkpoint = read_manifest(manifest)
+        require_data(checkpoint)
+    except (Damaged, OSError):
+        return None
+    return checkpoint.data
+
+
+def _named_in(manifest: bytes | None) -> set[str]:
+    """The names of data files in a manifest that lies in the store, where anybody may have written it."""
+    with contextlib.suppress(ValueError, AttributeError, KeyError, TypeError):
+        content = json.loads(manifest or b"{}")
+        names = {part["file"] for part in content.get("parts") or [content]}
+        return {name for name in names if step_of_data(name) is not None}
+    return set()
+
+
 def has_more(run: Path, store: Store) -> bool:
     """Whether the local run has something that was not copied yet, and the store's was not removed by somebody."""
     stored = stored_of(run)
     if stored["sent"] and store.read(WRITER) is None:
         return False
-    here = {f"{CHECKPOINTS}/{path.name}" for path in (run / CHECKPOINTS).glob("step-*.json")}
+    manifests = (run / CHECKPOINTS).glob("step-*.json")
+    here = {f"{CHECKPOINTS}/{path.name}" for path in manifests if _data_of(path) is not None}
     facts = (run / RECORD).stat()
     return not here <= {*stored["committed"]} or stored["sent"].get(RECORD) != [facts.st_mtime_ns, facts.st_size]

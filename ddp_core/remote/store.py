@@ -37,7 +37,8 @@ class Store:
         options: dict[str, Any] = _OPTIONS.get(scheme, {})
         try:
             fsspec = importlib.import_module("fsspec")
-            self._files, self._root = fsspec.url_to_fs(address, use_listings_cache=False, **options)
+            with self._told(ImportError, ValueError):
+                self._files, self._root = fsspec.url_to_fs(address, use_listings_cache=False, **options)
         except ImportError:
             package = _CLIENTS.get(scheme, "fsspec")
             how = (
@@ -52,12 +53,12 @@ class Store:
         if scheme == "s3":
             self._files.retries = 1  # the layer below tries again, and whoever copies does
 
-    def names(self) -> dict[str, int]:
-        """All objects, each with its size in bytes."""
+    def names(self) -> set[str]:
+        """The names of all objects, without those that only mark a folder."""
         with self._told(), contextlib.suppress(FileNotFoundError):
-            found = self._files.find(self._root, withdirs=False, detail=True)
-            return {path[len(self._root) + 1 :]: int(facts["size"]) for path, facts in found.items()}
-        return {}
+            names = {path[len(self._root) + 1 :] for path in self._files.find(self._root, withdirs=False)}
+            return {name for name in names if name and not name.endswith("/")}
+        return set()
 
     def read(self, name: str) -> bytes | None:
         """The content of a small object; None where there is none."""
@@ -98,11 +99,11 @@ class Store:
         return f"{self._root}/{name}"
 
     @contextlib.contextmanager
-    def _told(self, passed: type[Exception] = UserError) -> Iterator[None]:
+    def _told(self, *passed: type[Exception]) -> Iterator[None]:
         """A block in which what the client raises, which may be of any kind, becomes one line; `passed` does not."""
         try:
             yield
         except Exception as error:
-            if isinstance(error, UserError | passed):
+            if isinstance(error, (UserError, *passed)):
                 raise
             raise UserError(f"{self.address}: {one_line(error) or type(error).__name__}", ExitCode.RESOURCES) from error

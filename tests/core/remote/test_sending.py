@@ -5,8 +5,10 @@ Tests remote/bringing.py and remote/store.py, too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import Checkpointer, find_checkpoints
 from ddp_core.record.lock import RunLock
+from ddp_core.remote import cache
 from ddp_core.remote.bringing import bring, prepare
 from ddp_core.remote.sending import Sender, Superseded
 from ddp_core.remote.store import Store
@@ -55,7 +58,8 @@ class Failing(Store):
 
 
 @pytest.fixture
-def bucket(tmp_path: Path) -> str:
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "bucket").mkdir()
     return f"file://{tmp_path}/bucket"
 
@@ -106,7 +110,7 @@ def test_a_reader_finds_whole_checkpoints_or_none_wherever_the_store_fails(
         except UserError:
             assert max(found(address, tmp_path / f"there-{at}")) in (2, 4)
         prepare(address, here, "mine.py")
-        assert steps_in(run / "checkpoints") == [4, 3] == found(address, tmp_path / f"after-{at}")
+        assert steps_in(run / "checkpoints") == [4, 3] == found(address, tmp_path / f"after-{at}")[:2]
     assert at > 12
 
 
@@ -125,7 +129,7 @@ def test_another_machine_goes_on_and_the_first_one_copies_nothing_more(tmp_path:
     # A new launch on the first machine trains on with what the second has made; its own steps are put aside.
     prepare(bucket, first, "mine.py")
     assert steps_in(run / "checkpoints") == [2, 1]
-    (aside,) = (tmp_path / "first.superseded").iterdir()
+    (aside,) = (cache() / "superseded").iterdir()
     assert steps_in(aside / "checkpoints") == [9, 1]
 
 
@@ -166,15 +170,71 @@ def test_a_run_in_which_a_process_trains_is_neither_copied_nor_moved(tmp_path: P
         assert steps_in(run / "checkpoints") == [2, 1]
 
 
-def test_a_launch_that_has_nothing_to_copy_leaves_the_run_to_another_machine(tmp_path: Path, bucket: str) -> None:
+def test_a_machine_that_has_nothing_to_copy_leaves_the_writer_alone(tmp_path: Path, bucket: str) -> None:
+    run = a_run(tmp_path / "first", 1)
+    with Sender(run, Store(f"{bucket}/{NAME}")) as live:
+        live.send()
+        for wanted in ("mine.py", "other.py", ""):
+            prepare(bucket, tmp_path / "second", wanted)
+        damaged = tmp_path / "second" / NAME / "checkpoints" / "step-000000003.json"
+        damaged.write_text("{}")
+        prepare(bucket, tmp_path / "second", "")
+        save(run, 2)
+        live.send()
+    assert found(bucket, tmp_path / "reader") == [2, 1]
+
+
+def test_a_run_that_another_machine_has_ended_is_put_aside_before_it_is_gone_on_with(
+    tmp_path: Path, bucket: str
+) -> None:
+    run = a_run(tmp_path / "first", 1)
+    send(run, bucket)
+    Store(f"{bucket}/{NAME}").write("writer", b"another")
+    prepare(bucket, tmp_path / "first", "")
+    assert not run.exists()
+
+
+def test_a_run_whose_bringing_was_killed_is_no_run(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     send(a_run(tmp_path / "first", 1), bucket)
-    prepare(bucket, tmp_path / "second", "mine.py")
-    prepare(bucket, tmp_path / "first", "other.py")
-    save(tmp_path / "second" / NAME, 2)
-    send(tmp_path / "second" / NAME, bucket)
+    fetch, calls = Store.fetch, iter(range(99))
+
+    def killed(self: Store, name: str, target: Path) -> None:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        fetch(self, name, target)
+
+    monkeypatch.setattr(Store, "fetch", killed)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(bucket, tmp_path / "second", "mine.py")
+    assert not (tmp_path / "second").exists()
 
 
-def test_one_process_of_a_machine_copies_and_the_next_waits(tmp_path: Path, bucket: str) -> None:
+def test_one_run_that_cannot_be_copied_now_keeps_no_training_from_its_store(
+    tmp_path: Path, bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path / "here", 1)
+    with Sender(run, Store(f"{bucket}/{NAME}")):
+        prepare(bucket, tmp_path / "here", "")
+    assert "still copies" in capsys.readouterr().err
+
+
+def test_a_step_that_is_saved_again_replaces_its_checkpoint_only_once_it_is_there(tmp_path: Path, bucket: str) -> None:
+    run = a_run(tmp_path / "here", 1)
+    send(run, bucket)
+    save(run, 1)  # to a second data file
+    for at in range(1, 9):
+        with contextlib.suppress(UserError), Sender(run, Failing(f"{bucket}/{NAME}", at)) as sender:
+            sender.send()
+        assert found(bucket, tmp_path / f"reader-{at}") == [1]
+    send(run, bucket)
+    names = {Path(name).name for name in Store(f"{bucket}/{NAME}").names() if name.endswith(".pt")}
+    assert names == {"step-000000001-2.pt"}
+
+
+def test_one_process_of_a_machine_copies_a_run_at_a_time(tmp_path: Path, bucket: str) -> None:
     run, store = a_run(tmp_path / "here", 1), Store(f"{bucket}/{NAME}")
     with Sender(run, store), pytest.raises(UserError, match="still copies"):
         Sender(run, store)
@@ -212,6 +272,7 @@ def test_a_run_that_somebody_removed_there_does_not_come_back_by_itself(tmp_path
         store.remove(name)
     save(run, 2)
     prepare(bucket, tmp_path / "here", "mine.py")
+    prepare(bucket, tmp_path / "here", "")
     assert not {name for name in store.names() if "mine" in name}
     send(run, bucket)  # a training that goes on with it
     assert found(bucket, tmp_path / "there") == [2, 1]
@@ -243,7 +304,7 @@ def test_names_that_lead_out_of_the_folder_are_refused(
     tmp_path: Path, bucket: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send(a_run(tmp_path / "here", 1), bucket)
-    monkeypatch.setattr(Store, "names", lambda self: {"run.json": 1, name: 1})
+    monkeypatch.setattr(Store, "names", lambda self: {"run.json", name})
     with pytest.raises(UserError, match="lead out"):
         bring(f"{bucket}/{NAME}", tmp_path / "there", records_only=False)
 
@@ -258,7 +319,7 @@ def test_what_is_of_this_machine_alone_is_neither_copied_nor_brought(tmp_path: P
     store = Store(f"{bucket}/{NAME}")
     checkpoint = {f"checkpoints/{name}" for name in ("latest.json", "step-000000001.json", "step-000000001.pt")}
     copied = {"run.json", "metrics.jsonl", "writer", "source/checkpoints/run.json", *checkpoint}
-    assert store.names().keys() == copied
+    assert store.names() == copied
     store.write("stored.json", b"planted")
     bring(store.address, tmp_path / "there", records_only=False)
     assert not (tmp_path / "there" / "stored.json").exists()
