@@ -59,6 +59,7 @@ def follow(address: str, run_file: Path, trainer: int) -> None:
                 time.sleep(0 if attempts_left == _LAST_ATTEMPTS else pause)
             else:
                 is_over = bool(select.select([sys.stdin], [], [], pause)[0]) or os.getppid() != trainer
+                pause = _LOOK_SECONDS if is_over else pause
             if run is None and run_file.exists():
                 # Once: a training that the user's code starts would write its own into the same file.
                 run = Path(run_file.read_text())
@@ -90,7 +91,9 @@ def follow(address: str, run_file: Path, trainer: int) -> None:
 
 def _state(run: Path) -> object:
     """What changes when something is committed: the folder of checkpoints, and the record."""
-    return [path.stat().st_mtime_ns for path in (run / CHECKPOINTS, run / RECORD) if path.exists()]
+    with contextlib.suppress(OSError):
+        return [path.stat().st_mtime_ns for path in (run / CHECKPOINTS, run / RECORD) if path.exists()]
+    return None
 
 
 if __name__ == "__main__":

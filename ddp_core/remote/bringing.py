@@ -21,7 +21,9 @@ from ddp_core.remote.sending import (
     RECORD,
     WRITER,
     Sender,
+    data_of,
     has_more,
+    is_manifest,
     is_superseded,
     keep,
 )
@@ -43,15 +45,9 @@ def bring(address: str, folder: Path, records_only: bool) -> None:
         raise UserError(f"{address}: no run is there (no {RECORD})")
     for run in runs if records_only else ["."]:
         there = store if run == "." else Store(f"{store.address}/{run}")
-        for attempt in range(_ATTEMPTS):
-            place = folder if run == "." else _beneath(folder, run)
-            try:
-                _fetch(there, place, records_only)
-                break
-            except FileNotFoundError as gone:  # a checkpoint that its training has removed meanwhile
-                shutil.rmtree(place, ignore_errors=True)
-                if attempt == _ATTEMPTS - 1:
-                    raise UserError(f"{there.address}: {gone} is gone", ExitCode.RESOURCES) from None
+        place = folder if run == "." else _beneath(folder, run)
+        if not any(_fetch(there, place, records_only) for _ in range(_ATTEMPTS)):
+            raise UserError(f"{there.address}: it changes faster than it can be read", ExitCode.RESOURCES)
 
 
 def prepare(address: str, folder: Path, wanted: str) -> None:
@@ -64,14 +60,16 @@ def prepare(address: str, folder: Path, wanted: str) -> None:
     store = Store(address)
     store.write(_PROBE, b"")
     for record in sorted(folder.glob("*/*/run.json")):
-        run = record.parent
-        with contextlib.closing(_Idle(run)) as idle:
-            if idle.is_ours:
-                _settle(run, Store(f"{store.address}/{run.relative_to(folder)}"))
+        _settle(record.parent, Store(f"{store.address}/{record.parent.relative_to(folder)}"))
     names = [wanted] if "/" in wanted else _resumable(store, wanted) if wanted else []
     for name in names:
         if not (run := _beneath(folder, name)).exists():
-            _bring_to_train(Store(f"{store.address}/{name}"), run)
+            try:
+                _bring_to_train(Store(f"{store.address}/{name}"), run)
+            except UserError as error:
+                if name == wanted:
+                    raise
+                tell_user(f"warning: {error}; it is not brought")
 
 
 def _settle(run: Path, there: Store) -> None:
@@ -80,8 +78,10 @@ def _settle(run: Path, there: Store) -> None:
         if is_superseded(there, run):
             aside = cache() / "superseded" / f"{run.name}-{secrets.token_hex(3)}"
             aside.parent.mkdir(parents=True, exist_ok=True)
-            run.rename(aside)
-            tell_user(f"another machine has gone on with {there.address}; what was trained here is in {aside}")
+            with contextlib.closing(_Idle(run)) as idle:
+                if idle.is_ours:
+                    run.rename(aside)
+                    tell_user(f"another machine has gone on with {there.address}; what was here is in {aside}")
         elif has_more(run, there):
             with Sender(run, there) as sender:
                 sender.send()
@@ -97,7 +97,8 @@ def _bring_to_train(there: Store, run: Path) -> None:
         bring(there.address, new, records_only=False)
         facts = (new / RECORD).stat()
         committed = [f"{CHECKPOINTS}/{path.name}" for path in (new / CHECKPOINTS).glob("step-*.json")]
-        keep(new, {"names": [writer], "committed": committed, "sent": {RECORD: [facts.st_mtime_ns, facts.st_size]}})
+        sent = {RECORD: [facts.st_mtime_ns, facts.st_size]}
+        keep(new, {"names": [writer], "committed": committed, "sent": sent, "is_copy": True})
         run.parent.mkdir(parents=True, exist_ok=True)
         try:
             new.rename(run)
@@ -121,12 +122,26 @@ def _resumable(store: Store, experiment_file: str) -> list[str]:
     return [name for _, is_completed, name in found if not is_completed] + completed[-1:]
 
 
-def _fetch(store: Store, run: Path, records_only: bool) -> None:
-    for name in sorted(store.names(), key=lambda name: (name == RECORD, name)):
-        if name == WRITER or name in OF_THIS_MACHINE or (records_only and _is_large(name)):
-            continue
-        store.fetch(name, _beneath(run, name))
-    run.joinpath(CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+def _fetch(store: Store, run: Path, records_only: bool) -> bool:
+    """Fetch what there is, the newest checkpoints first; whether it is a run, with a checkpoint if there is any.
+
+    What its training removes or replaces meanwhile is no part of it.
+    """
+    shutil.rmtree(run, ignore_errors=True)
+    names = {name for name in store.names() if name != WRITER and name not in OF_THIS_MACHINE}
+    for name in sorted(names - {RECORD}, reverse=True):
+        if not (records_only and _is_large(name)):
+            with contextlib.suppress(FileNotFoundError):
+                store.fetch(name, _beneath(run, name))
+    manifests = [run / name for name in names if is_manifest(name) and not records_only]
+    for manifest in manifests:
+        if data_of(manifest) is None:
+            manifest.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        store.fetch(RECORD, run / RECORD)
+        (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        return not manifests or any(manifest.exists() for manifest in manifests)
+    return False
 
 
 def _is_large(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 One writer at a time: an object `writer` names the launch that copies, and a launch that finds another name there copies
 no more. `stored.json` in the local folder keeps the names from which it descends: where the store's is none of them,
-another machine has gone on with the run; else the local folder has all that the store has, or more.
+or where the store has more than a copy that was brought, another machine has gone on with the run.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Stored(TypedDict):
     """The manifests that this machine has written or found there, as names of objects."""
     sent: dict[str, list[int]]
     """Of each other file its time and its size when it was sent."""
+    is_copy: bool
+    """Whether it was brought, and nothing of it was copied back yet."""
 
 
 def stored_of(run: Path) -> Stored:
@@ -61,7 +63,7 @@ def stored_of(run: Path) -> Stored:
     try:
         return read_document(run / STORED, Stored)
     except (OSError, BadDocument):
-        return {"names": [], "committed": [], "sent": {}}
+        return {"names": [], "committed": [], "sent": {}, "is_copy": False}
 
 
 def keep(run: Path, stored: Stored) -> None:
@@ -70,9 +72,23 @@ def keep(run: Path, stored: Stored) -> None:
 
 
 def is_superseded(store: Store, run: Path) -> bool:
-    """Whether the store's run was written by a launch from which the local one does not descend."""
-    writer = store.read(WRITER)
-    return writer is not None and writer.decode(errors="replace") not in stored_of(run)["names"]
+    """Whether a launch has written the store's run from which the local one does not descend."""
+    writer, stored = store.read(WRITER), stored_of(run)
+    if writer is None:
+        return False
+    is_known = writer.decode(errors="replace") in stored["names"]
+    return not is_known or (stored["is_copy"] and not manifests_in(store) <= {*stored["committed"]})
+
+
+def manifests_in(store: Store) -> set[str]:
+    """The names of the manifests in the store."""
+    return {name for name in store.names() if is_manifest(name)}
+
+
+def is_manifest(name: str) -> bool:
+    """Whether an object of this name commits a checkpoint."""
+    path = PurePosixPath(name)
+    return path.parts[:-1] == (CHECKPOINTS,) and step_of_manifest(path.name) is not None
 
 
 class Sender:
@@ -89,9 +105,11 @@ class Sender:
                 raise UserError(f"another process still copies {run}", ExitCode.RESOURCES)
             self._stored = stored_of(run)
             self._name = secrets.token_hex(8)
-            self._require_writer(*self._stored["names"])
+            if is_superseded(store, run):
+                raise self._superseded()
             # Here first: a launch that is killed between the two must not take the store for another machine's.
             self._stored["names"].append(self._name)
+            self._stored["is_copy"] = False
             keep(run, self._stored)
             store.write(WRITER, self._name.encode())
             found = {name: store.read(name) for name in self._stored["committed"]}
@@ -139,23 +157,27 @@ class Sender:
             return
         before = self.store.read(name) if name in there else None
         if before != content:
-            if (parts := _data_of(manifest)) is None:
+            if (parts := data_of(manifest)) is None:
                 return
-            names = {part.file: f"{CHECKPOINTS}/{part.file}" for part in parts}
+            old, new = _named_in(before), {part.file: part.sha256 for part in parts}
             with contextlib.ExitStack() as opened:
                 # All are open before the first is sent, since training may remove them while a slow store takes them.
-                files = {each: opened.enter_context(open_file(manifest.parent / each)) for each in names}
+                files = {each: opened.enter_context(open_file(manifest.parent / each)) for each in new}
+                if read_file(manifest) != content:
+                    return
                 self._require_writer(self._name)
-                if before is not None and not there.isdisjoint(names.values()):
-                    # Its data would be overwritten under it.
+                if any(each in old and old[each] != new[each] for each in new):
+                    # Its data would be overwritten under it. Where nothing may be removed there, the old one stays.
                     self.store.remove(name)
                     self._committed.pop(name, None)
                 for each, data in files.items():
-                    self.store.send(names[each], data.fileno())
+                    if old.get(each) != new[each]:
+                        self.store.send(f"{CHECKPOINTS}/{each}", data.fileno())
             self._require_writer(self._name)
             self.store.write(name, content)
-            for each in _named_in(before) - set(names):
-                self.store.remove(f"{CHECKPOINTS}/{each}")
+            for each in old.keys() - new.keys():
+                with contextlib.suppress(UserError):
+                    self.store.remove(f"{CHECKPOINTS}/{each}")
         self._committed[name] = content
 
     def _send_file(self, name: str, there: set[str]) -> None:
@@ -184,14 +206,17 @@ class Sender:
     def _require_writer(self, *names: str) -> None:
         there = self.store.read(WRITER)
         if there is not None and there.decode(errors="replace") not in names:
-            raise Superseded(
-                f"{self.store.address}: another launch has gone on with this run, so this one copies nothing more; "
-                f"what it has trained is in {self.run}",
-                ExitCode.RESOURCES,
-            )
+            raise self._superseded()
+
+    def _superseded(self) -> Superseded:
+        return Superseded(
+            f"{self.store.address}: another launch has gone on with this run, so this one copies nothing more; "
+            f"what it has trained is in {self.run}",
+            ExitCode.RESOURCES,
+        )
 
 
-def _data_of(manifest: Path) -> tuple[DataPart, ...] | None:
+def data_of(manifest: Path) -> tuple[DataPart, ...] | None:
     """The data files of a checkpoint; None where it is damaged, or its data is not whole."""
     try:
         checkpoint = read_manifest(manifest)
@@ -201,13 +226,13 @@ def _data_of(manifest: Path) -> tuple[DataPart, ...] | None:
     return checkpoint.data
 
 
-def _named_in(manifest: bytes | None) -> set[str]:
-    """The names of data files in a manifest that lies in the store, where anybody may have written it."""
+def _named_in(manifest: bytes | None) -> dict[str, str]:
+    """The data files of a manifest that lies in the store, where anybody may have written it, with their digests."""
     with contextlib.suppress(ValueError, AttributeError, KeyError, TypeError):
         content = json.loads(manifest or b"{}")
-        names = {part["file"] for part in content.get("parts") or [content]}
-        return {name for name in names if step_of_data(name) is not None}
-    return set()
+        named = {part["file"]: str(part["sha256"]) for part in content.get("parts") or [content]}
+        return {name: digest for name, digest in named.items() if step_of_data(name) is not None}
+    return {}
 
 
 def has_more(run: Path, store: Store) -> bool:
@@ -216,6 +241,6 @@ def has_more(run: Path, store: Store) -> bool:
     if stored["sent"] and store.read(WRITER) is None:
         return False
     manifests = (run / CHECKPOINTS).glob("step-*.json")
-    here = {f"{CHECKPOINTS}/{path.name}" for path in manifests if _data_of(path) is not None}
+    here = {f"{CHECKPOINTS}/{path.name}" for path in manifests if data_of(path) is not None}
     facts = (run / RECORD).stat()
     return not here <= {*stored["committed"]} or stored["sent"].get(RECORD) != [facts.st_mtime_ns, facts.st_size]

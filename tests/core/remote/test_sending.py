@@ -160,6 +160,35 @@ def test_what_was_brought_and_trained_while_the_store_was_away_is_kept(tmp_path:
     assert steps_in(run / "checkpoints") == [2, 1] == found(bucket, tmp_path / "reader")
 
 
+def test_a_copy_of_a_run_that_went_on_elsewhere_is_brought_anew(tmp_path: Path, bucket: str) -> None:
+    run = a_run(tmp_path / "first", 1)
+    with Sender(run, Store(f"{bucket}/{NAME}")) as live:
+        live.send()
+        prepare(bucket, tmp_path / "second", "mine.py")
+        save(run, 2, 3)
+        live.send()
+    with pytest.raises(Superseded):
+        Sender(tmp_path / "second" / NAME, Store(f"{bucket}/{NAME}"))
+    prepare(bucket, tmp_path / "second", "mine.py")
+    assert steps_in(tmp_path / "second" / NAME / "checkpoints") == [3, 2]
+
+
+def test_a_reader_passes_over_what_is_replaced_while_it_reads(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = a_run(tmp_path / "first", 1, 2)
+    send(run, bucket)
+    fetch = Store.fetch
+
+    def slow(self: Store, name: str, target: Path) -> None:
+        if name.endswith("1.pt"):
+            self.remove(name)
+        fetch(self, name, target)
+
+    monkeypatch.setattr(Store, "fetch", slow)
+    assert found(bucket, tmp_path / "reader") == [2]
+
+
 def test_a_run_in_which_a_process_trains_is_neither_copied_nor_moved(tmp_path: Path, bucket: str) -> None:
     run = a_run(tmp_path / "here", 1)
     send(run, bucket)
@@ -225,7 +254,7 @@ def test_a_step_that_is_saved_again_replaces_its_checkpoint_only_once_it_is_ther
     run = a_run(tmp_path / "here", 1)
     send(run, bucket)
     save(run, 1)  # to a second data file
-    for at in range(1, 9):
+    for at in (*range(1, 10), *range(1, 10)):
         with contextlib.suppress(UserError), Sender(run, Failing(f"{bucket}/{NAME}", at)) as sender:
             sender.send()
         assert found(bucket, tmp_path / f"reader-{at}") == [1]
