@@ -26,11 +26,16 @@ from ddp_core.remote.sending import (
     is_manifest,
     is_superseded,
     keep,
+    manifests_in,
 )
 from ddp_core.remote.store import Store
 
 _PROBE = ".samebits"
 _ATTEMPTS = 3
+
+
+class Changing(UserError):
+    """A training removes what is read before it can be read."""
 
 
 def bring(address: str, folder: Path, records_only: bool) -> None:
@@ -46,8 +51,15 @@ def bring(address: str, folder: Path, records_only: bool) -> None:
     for run in runs if records_only else ["."]:
         there = store if run == "." else Store(f"{store.address}/{run}")
         place = folder if run == "." else _beneath(folder, run)
-        if not any(_fetch(there, place, records_only) for _ in range(_ATTEMPTS)):
-            raise UserError(f"{there.address}: it changes faster than it can be read", ExitCode.RESOURCES)
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                if _fetch(there, place, records_only):
+                    break
+            except UserError:
+                if not left:
+                    raise
+        else:
+            raise Changing(f"{there.address}: it changes faster than it can be read", ExitCode.RESOURCES)
 
 
 def prepare(address: str, folder: Path, wanted: str) -> None:
@@ -66,10 +78,10 @@ def prepare(address: str, folder: Path, wanted: str) -> None:
         if not (run := _beneath(folder, name)).exists():
             try:
                 _bring_to_train(Store(f"{store.address}/{name}"), run)
-            except UserError as error:
+            except Changing as error:
                 if name == wanted:
                     raise
-                tell_user(f"warning: {error}; it is not brought")
+                tell_user(f"warning: {error}; a training works there, so it is not brought")
 
 
 def _settle(run: Path, there: Store) -> None:
@@ -80,7 +92,7 @@ def _settle(run: Path, there: Store) -> None:
             aside.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.closing(_Idle(run)) as idle:
                 if idle.is_ours:
-                    run.rename(aside)
+                    shutil.move(run, aside)
                     tell_user(f"another machine has gone on with {there.address}; what was here is in {aside}")
         elif has_more(run, there):
             with Sender(run, there) as sender:
@@ -93,10 +105,9 @@ def _bring_to_train(there: Store, run: Path) -> None:
     """Bring a run into its folder, where it is seen whole or not at all."""
     new = cache() / "bringing" / secrets.token_hex(6)
     try:
-        writer = (there.read(WRITER) or b"").decode(errors="replace")
+        writer, committed = (there.read(WRITER) or b"").decode(errors="replace"), sorted(manifests_in(there))
         bring(there.address, new, records_only=False)
         facts = (new / RECORD).stat()
-        committed = [f"{CHECKPOINTS}/{path.name}" for path in (new / CHECKPOINTS).glob("step-*.json")]
         sent = {RECORD: [facts.st_mtime_ns, facts.st_size]}
         keep(new, {"names": [writer], "committed": committed, "sent": sent, "is_copy": True})
         run.parent.mkdir(parents=True, exist_ok=True)

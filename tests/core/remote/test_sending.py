@@ -173,6 +173,30 @@ def test_a_copy_of_a_run_that_went_on_elsewhere_is_brought_anew(tmp_path: Path, 
     assert steps_in(tmp_path / "second" / NAME / "checkpoints") == [3, 2]
 
 
+def test_a_damaged_checkpoint_in_the_store_keeps_no_copy_from_going_on(tmp_path: Path, bucket: str) -> None:
+    send(a_run(tmp_path / "first", 1, 2), bucket)
+    Store(f"{bucket}/{NAME}").remove("checkpoints/step-000000001.pt")
+    prepare(bucket, tmp_path / "second", "mine.py")
+    run = tmp_path / "second" / NAME
+    assert steps_in(run / "checkpoints") == [2]
+    save(run, 3)
+    send(run, bucket)
+    assert found(bucket, tmp_path / "reader") == [3, 2]
+
+
+def test_what_cannot_be_brought_begins_nothing_anew(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(a_run(tmp_path / "first", 1), bucket)
+
+    def fails(self: Store, name: str, target: Path) -> None:
+        raise UserError("the connection was lost", 4)
+
+    monkeypatch.setattr(Store, "fetch", fails)
+    with pytest.raises(UserError, match="lost"):
+        prepare(bucket, tmp_path / "second", "mine.py")
+
+
 def test_a_reader_passes_over_what_is_replaced_while_it_reads(
     tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
