@@ -27,7 +27,8 @@ from ddp_core.distributed.world import World
 
 _LAUNCHER = "launcher.pid"
 _CALLER = "DDP_CALLER"
-_RUN_FILE = "DDP_RUN_FILE"
+RUN_FILE = "DDP_RUN_FILE"
+"""The variable with the file into which a training writes where its run directory is: see `tell_caller`."""
 
 
 def tell_user(*texts: str) -> None:
@@ -128,12 +129,12 @@ def caller_variables(run_file: Path) -> dict[str, str]:
 
     `run_file`: where it shall write the path of its run directory.
     """
-    return {_CALLER: str(os.getpid()), _RUN_FILE: str(run_file)}
+    return {_CALLER: str(os.getpid()), RUN_FILE: str(run_file)}
 
 
 def without_caller(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables without those that make a process known to the caller of this one."""
-    return {name: value for name, value in environ.items() if name not in (_CALLER, _RUN_FILE)}
+    return {name: value for name, value in environ.items() if name not in (_CALLER, RUN_FILE)}
 
 
 def stop_with_caller() -> None:
@@ -148,7 +149,7 @@ def stop_with_caller() -> None:
 
 def tell_caller(directory: Path) -> None:
     """Tell the caller where the run directory is, as an absolute path; does nothing without a caller."""
-    if run_file := os.environ.get(_RUN_FILE):
+    if run_file := os.environ.get(RUN_FILE):
         # A caller that is ending may have removed the file's folder already.
         with contextlib.suppress(OSError):
             replace_file(Path(run_file), str(directory.absolute()))

@@ -19,9 +19,8 @@ from tempfile import mkdtemp
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_address
-
-RUN_FILE = "DDP_RUN_FILE"
-"""The variable with the file into which a training writes where its run directory is: see `tell_caller`."""
+from ddp_core.distributed.children import error_of
+from ddp_core.distributed.reports import RUN_FILE
 
 
 def local(named: str | os.PathLike[str]) -> Path:
@@ -62,13 +61,15 @@ def brought(named: str | os.PathLike[str], *options: str) -> Path:
     return folder
 
 
-def brought_to_train(address: str, experiment_file: str) -> None:
+def brought_to_train(address: str, wanted: str) -> None:
     """Before a training: bring the runs that it may go on with into the folder of the address.
+
+    `wanted`: as for `bringing.prepare`.
 
     What launches of this machine have not copied yet is copied first. Raises UserError (4) where the store cannot be
     read and written.
     """
-    _call("prepare", address, experiment_file)
+    _call("prepare", address, wanted)
 
 
 def copied(address: str, train: Callable[[], int]) -> int:
@@ -80,7 +81,8 @@ def copied(address: str, train: Callable[[], int]) -> int:
     # The copying process removes the folder, since it outlives this one where that is killed.
     file = os.environ[RUN_FILE] = given or str(Path(mkdtemp(prefix="ddp-copies-")) / "run")
     words = [*_COMMAND, "follow", address, file, str(os.getpid()), *(() if given else ("--own",))]
-    # In a session of its own, out of reach of Ctrl-C. Where this process is killed, its end of the pipe is closed.
+    # The copying process has a session of its own, so Ctrl-C does not reach it. If this process is killed, its end of
+    # the pipe closes, and the copying process notices that.
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True) as copier:
         try:
             code = train()
@@ -101,11 +103,7 @@ def _call(*words: str) -> None:
         [*_COMMAND, *words], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", check=False
     )
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ddp: ")] or [
-            "the store's client has failed"
-        ]
-        known = done.returncode if done.returncode in set(ExitCode) else ExitCode.INTERNAL
-        raise UserError(said[-1].removeprefix("ddp: ").removeprefix("error: "), known)
+        raise error_of(done.returncode, done.stderr.splitlines())
     sys.stderr.write(done.stderr)
 
 

@@ -61,7 +61,7 @@ def follow(address: str, run_file: Path, trainer: int) -> None:
                 is_over = bool(select.select([sys.stdin], [], [], pause)[0]) or os.getppid() != trainer
                 pause = _LOOK_SECONDS if is_over else pause
             if run is None and run_file.exists():
-                # Once: a training that the user's code starts would write its own into the same file.
+                # The file is read once: a training that the user's own code starts writes its directory there later.
                 run = Path(run_file.read_text())
             state = None if run is None else _state(run)
             if run is not None and (is_over or state != seen):

@@ -27,6 +27,7 @@ from ddp_core.remote.sending import (
     is_superseded,
     keep,
     manifests_in,
+    writer_of,
 )
 from ddp_core.remote.store import Store
 
@@ -105,7 +106,7 @@ def _bring_to_train(there: Store, run: Path) -> None:
     """Bring a run into its folder, where it is seen whole or not at all."""
     new = cache() / "bringing" / secrets.token_hex(6)
     try:
-        writer, committed = (there.read(WRITER) or b"").decode(errors="replace"), sorted(manifests_in(there))
+        writer, committed = writer_of(there) or "", sorted(manifests_in(there))
         bring(there.address, new, records_only=False)
         facts = (new / RECORD).stat()
         sent = {RECORD: [facts.st_mtime_ns, facts.st_size]}
@@ -134,9 +135,9 @@ def _resumable(store: Store, experiment_file: str) -> list[str]:
 
 
 def _fetch(store: Store, run: Path, records_only: bool) -> bool:
-    """Fetch what there is, the newest checkpoints first; whether it is a run, with a checkpoint if there is any.
+    """Fetch a run, its newest checkpoints first, without what its training removes or replaces meanwhile.
 
-    What its training removes or replaces meanwhile is no part of it.
+    Returns whether the record came, and a whole checkpoint if the store lists any.
     """
     shutil.rmtree(run, ignore_errors=True)
     names = {name for name in store.names() if name != WRITER and name not in OF_THIS_MACHINE}

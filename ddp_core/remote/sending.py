@@ -73,11 +73,16 @@ def keep(run: Path, stored: Stored) -> None:
 
 def is_superseded(store: Store, run: Path) -> bool:
     """Whether a launch has written the store's run from which the local one does not descend."""
-    writer, stored = store.read(WRITER), stored_of(run)
+    writer, stored = writer_of(store), stored_of(run)
     if writer is None:
         return False
-    is_known = writer.decode(errors="replace") in stored["names"]
-    return not is_known or (stored["is_copy"] and not manifests_in(store) <= {*stored["committed"]})
+    return writer not in stored["names"] or (stored["is_copy"] and not manifests_in(store) <= {*stored["committed"]})
+
+
+def writer_of(store: Store) -> str | None:
+    """The name of the launch that copies to the store; None where none has."""
+    name = store.read(WRITER)
+    return None if name is None else name.decode(errors="replace")
 
 
 def manifests_in(store: Store) -> set[str]:
@@ -126,7 +131,7 @@ class Sender:
 
     def send(self) -> None:
         """Copy all that is new: figures first, data before the manifest that commits it, the record last."""
-        self._require_writer(self._name)
+        self._require_writer()
         there, manifests = self.store.names(), self._manifests()
         for path in sorted(self.run.rglob("*")):
             name = path.relative_to(self.run)
@@ -136,7 +141,7 @@ class Sender:
         for manifest in manifests:
             with contextlib.suppress(FileNotFoundError):  # one that was removed meanwhile is superseded
                 self._send_checkpoint(manifest, there)
-        self._require_writer(self._name)
+        self._require_writer()
         steps = {step_of_manifest(PurePosixPath(name).name) for name in self._committed}
         for pointer in _POINTERS:
             if pointed_step(self.run / CHECKPOINTS / pointer) in steps:
@@ -161,19 +166,19 @@ class Sender:
                 return
             old, new = _named_in(before), {part.file: part.sha256 for part in parts}
             with contextlib.ExitStack() as opened:
-                # All are open before the first is sent, since training may remove them while a slow store takes them.
+                # All files are opened before the first is sent: training may remove them during a slow upload.
                 files = {each: opened.enter_context(open_file(manifest.parent / each)) for each in new}
                 if read_file(manifest) != content:
                     return
-                self._require_writer(self._name)
+                self._require_writer()
                 if any(each in old and old[each] != new[each] for each in new):
-                    # Its data would be overwritten under it. Where nothing may be removed there, the old one stays.
+                    # The manifest there must not commit data that is about to be overwritten.
                     self.store.remove(name)
                     self._committed.pop(name, None)
                 for each, data in files.items():
                     if old.get(each) != new[each]:
                         self.store.send(f"{CHECKPOINTS}/{each}", data.fileno())
-            self._require_writer(self._name)
+            self._require_writer()
             self.store.write(name, content)
             for each in old.keys() - new.keys():
                 with contextlib.suppress(UserError):
@@ -196,16 +201,15 @@ class Sender:
         gone = [name for name in sorted(self._committed) if not (self.run / name).exists()]
         if not gone or newest <= max(gone):
             return
-        self._require_writer(self._name)
+        self._require_writer()
         for name in gone:
             with contextlib.suppress(UserError):
                 self.store.remove(name)
                 for each in _named_in(self._committed.pop(name)):
                     self.store.remove(f"{CHECKPOINTS}/{each}")
 
-    def _require_writer(self, *names: str) -> None:
-        there = self.store.read(WRITER)
-        if there is not None and there.decode(errors="replace") not in names:
+    def _require_writer(self) -> None:
+        if writer_of(self.store) not in (None, self._name):
             raise self._superseded()
 
     def _superseded(self) -> Superseded:
@@ -238,7 +242,7 @@ def _named_in(manifest: bytes | None) -> dict[str, str]:
 def has_more(run: Path, store: Store) -> bool:
     """Whether the local run has something that was not copied yet, and the store's was not removed by somebody."""
     stored = stored_of(run)
-    if stored["sent"] and store.read(WRITER) is None:
+    if stored["sent"] and writer_of(store) is None:
         return False
     manifests = (run / CHECKPOINTS).glob("step-*.json")
     here = {f"{CHECKPOINTS}/{path.name}" for path in manifests if data_of(path) is not None}

@@ -1,4 +1,4 @@
-"""The figures of the README and of the explanations are of code that is nearly today's, and of enough rounds."""
+"""Figures in the README and the explanations were measured with code close to today's, in enough rounds."""
 
 from __future__ import annotations
 

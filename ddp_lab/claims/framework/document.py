@@ -1,4 +1,4 @@
-"""The claims as a page of documentation: of each its sentence, its verdict, what decided it and its rule in short."""
+"""The claims as a page of documentation: each with its sentence, its verdict, what decided it and its rule in short."""
 
 from __future__ import annotations
 

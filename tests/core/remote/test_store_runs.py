@@ -66,7 +66,7 @@ experiment = Experiment(
     loss="mean_squared_error", global_batch_size=16, micro_batch=4, epochs=9, numerics="portable",
 )
 """
-"""A training with a child that outlives it, and that has its open files."""
+"""A training with a child process that outlives it and holds copies of its open files."""
 
 
 def machine(folder: Path, name: str) -> dict[str, str]:
