@@ -2,7 +2,7 @@
 
     python -m benchmarks.guard [--rounds 7] [--quick] [--json PATH]
 
-digits for 10 epochs, and toy_mlp, on one process and on ddp x 2, one thread for each process, in turns: `off` with
+digits for four epochs, and toy_mlp, on one process and on ddp x 2, one thread for each process, in turns: `off` with
 `--rehearsal off`, `first` in an empty output folder, `again` where the same was rehearsed before. `steps`: from the end
 of the first step to the end of the last one, with evaluations and saves. `whole`: the command. The goals: steps 1.005,
 a second run 1.00, the first one 2 s more (toy_mlp 1.2 s).
@@ -22,7 +22,7 @@ from benchmarks.turns import rotated
 
 WAYS = ("off", "first", "again")
 LAYOUTS = {"single": ("--layout", "single"), "ddp x 2": ("--layout", "ddp", "--nproc-per-node", "2")}
-TRAININGS = {"digits": ("digits", "--set", "epochs=10"), "toy_mlp": ("toy_mlp",)}
+TRAININGS = {"digits": ("digits", "--set", "epochs=4"), "toy_mlp": ("toy_mlp",)}
 
 
 def timed(words: tuple[str, ...], way: str, known: Path) -> dict[str, float]:
