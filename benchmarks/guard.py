@@ -1,4 +1,5 @@
-"""What the guard costs: the same training without rehearsal and witness, with both, and where it was rehearsed before.
+"""What the guard's rehearsal and witness cost: the same training without rehearsal and witness, with both, and where it
+was rehearsed before.
 
     python -m benchmarks.guard [--rounds 7] [--quick] [--json PATH]
 

@@ -91,7 +91,7 @@ def judge(measurements: Measurements) -> Judgement:
         figures.append(
             Figure("samples repeated by torch's sampler, most in one epoch", repeated, part=name, bounds=bounds)
         )
-        said = f"up to {repeated} samples are repeated: of {worst['length']} on {worst['ranks']} ranks"
+        said = f"up to {repeated} of {worst['length']} samples are repeated, on {worst['ranks']} ranks"
         parts.append(holds(name, not repeated, "no sample is given out twice", said))
     most, lengths = max(case["ranks"] for case in cases), sorted({case["length"] for case in cases})
     lines = []

@@ -50,7 +50,7 @@ claim = Claim(
 )
 
 
-TORCH, OURS = "torch's DDP alone", "this project's runs, without restart"
+TORCH, OURS = "torch's DDP alone", "this project's runs, without recovery (`--max-restarts 0`)"
 
 
 def measure(setting: Setting) -> Measurements:

@@ -74,7 +74,7 @@ def assert_finished(job: Job, expected: str, restarts: int, label: str = "ddp-2x
     ("line", "label"),
     [
         ("srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 2 ddp train digits", "ddp-2x2-cpu"),
-        pytest.param("srun --ntasks 6 ddp train digits", "ddp-3x2-cpu", marks=pytest.mark.slow),
+        pytest.param("srun --nodes 3 --ntasks-per-node 2 ddp train digits", "ddp-3x2-cpu", marks=pytest.mark.slow),
     ],
 )
 def test_what_srun_starts_is_one_training(slurm: Slurm, expected: str, tmp_path: Path, line: str, label: str) -> None:

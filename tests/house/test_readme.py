@@ -55,7 +55,7 @@ ELSEWHERE = {
     "make test-gpu": "tests/house/test_gpu_runs.py",
     "ddp verify-layouts digits --device cuda": "tests/gpu/test_layouts.py",
     "sbatch launch/slurm/task-per-node.sbatch digits": SLURM,
-    "srun --ntasks 6 ddp train digits": SLURM,
+    "srun --nodes 3 --ntasks-per-node 2 ddp train digits": SLURM,
     "docker stack deploy --resolve-image never --compose-file launch/swarm/stack.yaml ddp": SWARM,
     "kubectl apply -f launch/kubernetes/job.yaml": "tests/docker/test_kubernetes_pods.py",
     "ddp data fetch fashion_mnist": "tests/core/data/test_fetch.py",

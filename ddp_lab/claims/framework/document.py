@@ -31,15 +31,16 @@ The sources are five articles in Chinese: 000 [数据并行（DP、DDP）](https
 002 DDP分布式多GPU并行跑pytorch深度学习模型; 003 浅谈PyTorch中的DP和DDP; 004 on [how DDP
 works](https://avoid.overfit.cn/post/11d9f5d9b4fc4cd49cf1b8f97f09252f), by Trinanjan Mitra.
 
-A sentence that says several things is judged part by part. For each claim this page prints at most two parts with the
-figures that decided them, and lists the others by verdict; a figure is a median with its interval. The command of each
-claim links to its record: the original words, method, loads, the whole rule, all figures, and the raw measurements.
-`make report` draws what you have measured.
+A sentence that says several things is judged part by part: confirmed if all parts are, in part if some are; if none is,
+one refuted part refutes it. For each claim this page prints at most two parts with the figures that decided them, and
+lists the others by verdict; 1.6 (1.51 to 1.67) is a median with its interval. The command of each claim links to its
+record: the original words, method, sizes, the whole rule, all figures, and the raw measurements. *On CPU* marks
+sentences that speak of GPUs; all was measured on CPUs. `make report` draws what you have measured.
 
-- **Fixed before.** A record names the commit of its rule and the start of its run. If a rule was committed after its
-  run began, or not at all, this page cannot be made. Where a rule has changed since, the old verdict is marked so.
+- **Rule first.** A record names the commit of its rule and the start of its run. If a rule was committed after its run
+  began, or not at all, this page cannot be made. Where a rule has changed since, the old verdict is marked so.
 - **Beyond noise.** Ways of doing the same work are timed in turns, and compared by an exact sign test. Holm's
-  correction over at most {FAMILY} tests keeps the chance of one false verdict or more at {100 * FAMILY_ERROR:g} %.
+  correction over at most {FAMILY} tests keeps the chance of any false verdict at {100 * FAMILY_ERROR:g} %.
 
 {{summary}}
 
