@@ -1,5 +1,4 @@
-"""What the guard's rehearsal and witness cost: the same training without rehearsal and witness, with both, and where it
-was rehearsed before.
+"""What rehearsal and witness cost: a training without them, with both, and where it was rehearsed before.
 
     python -m benchmarks.guard [--rounds 7] [--quick] [--json PATH]
 

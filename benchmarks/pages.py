@@ -29,8 +29,8 @@ PAGES: dict[Path, Mapping[str, Callable[[], str]]] = {
         "| micro-batches per rank | contiguous": tables.strided_shares,
     },
     ROOT / "docs" / "how-to" / "shard-the-optimizer.md": {
-        "| `--shard` | a step, of one with |": tables.steps_of_shards,
-        "| a rank of |": tables.memory_of_shards,
+        "| `--shard` | its step ÷ one with |": tables.steps_of_shards,
+        "| ranks | `none`": tables.memory_of_shards,
     },
     ROOT / "docs" / "explanation" / "recovery.md": {"| | median |": tables.recoveries},
     ROOT / "docs" / "explanation" / "portable-numerics.md": {"| in one thread |": tables.portable_speeds},

@@ -21,6 +21,7 @@ from benchmarks.record import NOT_YET, recorded, results_of
 from benchmarks.whole_run import ACCUMULATING, EXACT, SCRIPT
 
 TIMES = "\N{MULTIPLICATION SIGN}"
+_GUARD = "docs/explanation/what-the-proof-covers.md#the-guard"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -184,53 +185,92 @@ def _link(rate: int | None) -> str:
     return f"{rate} Mbit/s" if rate < 1000 else f"{rate // 1000} Gbit/s"
 
 
-def steps_of_shards() -> str: """Steps with shards, of torch's.""" optimizer, gradients = ( [row["ways"][f"exact,
-{mode}"] for row in results_of("sharded")["steps"]] for mode in ("optimizer", "gradients") ) fully_sharded =
-results_of("fully_sharded") rows = [ ("optimizer", "plain DDP", [row["of_plain"] for row in optimizer]), ("optimizer",
-"plain DDP and torch's ZeroRedundancyOptimizer", [row["of_zero"] for row in optimizer]), ("gradients", "plain DDP",
-[row["of_plain"] for row in gradients]), ("parameters", "torch's FSDP2 as it is over gloo, which sends 4/3 as much",
-_of_fsdp2(fully_sharded)), ("parameters", "torch's FSDP2 with an all-to-all, which sends as much", [*map(of_fair,
-fully_sharded)]), ] return _table(("`--shard`", "its step ÷ one with", "ratio"), ([f"`{mode}`", of, span(each)] for
-mode, of, each in rows))
+def steps_of_shards() -> str:
+    """Steps with shards, of torch's."""
+    optimizer, gradients = (
+        [row["ways"][f"exact, {mode}"] for row in results_of("sharded")["steps"]] for mode in ("optimizer", "gradients")
+    )
+    fully_sharded = results_of("fully_sharded")
+    rows = [
+        ("optimizer", "plain DDP", [row["of_plain"] for row in optimizer]),
+        ("optimizer", "plain DDP and torch's ZeroRedundancyOptimizer", [row["of_zero"] for row in optimizer]),
+        ("gradients", "plain DDP", [row["of_plain"] for row in gradients]),
+        ("parameters", "torch's FSDP2 as it is over gloo, which sends 4/3 as much", _of_fsdp2(fully_sharded)),
+        ("parameters", "torch's FSDP2 with an all-to-all, which sends as much", [*map(of_fair, fully_sharded)]),
+    ]
+    return _table(
+        ("`--shard`", "its step ÷ one with", "ratio"), ([f"`{mode}`", of, span(each)] for mode, of, each in rows)
+    )
 
 
 def _of_fsdp2(rows: Iterable[Any]) -> list[float | None]:
     return [row["ratios"]["parameters, exact"] for row in rows]
 
 
-def memory_of_shards() -> str: """What a rank needs in each shard mode.""" found = results_of("shard_memory") modes =
-list(dict.fromkeys(row["shard"] for row in found)) return _table( ["ranks", *(f"`{mode}`" for mode in modes)], (
-[f"{ranks}", *(f"{row['measured_bytes'] / 1e6:.0f} MB" for row in found if row["ranks"] == ranks)] for ranks in
-dict.fromkeys(row["ranks"] for row in found) ), )
+def memory_of_shards() -> str:
+    """What a rank needs in each shard mode."""
+    found = results_of("shard_memory")
+    modes = list(dict.fromkeys(row["shard"] for row in found))
+    return _table(
+        ["ranks", *(f"`{mode}`" for mode in modes)],
+        (
+            [f"{ranks}", *(f"{row['measured_bytes'] / 1e6:.0f} MB" for row in found if row["ranks"] == ranks)]
+            for ranks in dict.fromkeys(row["ranks"] for row in found)
+        ),
+    )
 
 
 def costs() -> str:
     """What exactness costs, for the README: ratios to torch's own way."""
     steps = {row["world_size"]: row["exact_ratio"] for row in results_of("exact_end_to_end")}
 
-    def of_plain(kind: str) -> str: alone, together = (f"{said(steps[ranks][kind]['wall']['ratio'])} {TIMES}" for ranks
-    in (1, 2)) return f"{alone}; {together}"  def of_ddp(way: str) -> str: return f"{span([row['ways'][way]['of_plain']
-    for row in sharded])} {TIMES}"  run, sharded = results_of("whole_run")["ways"][EXACT],
-    results_of("sharded")["steps"] guarded = results_of("guard")["trainings"].values() portable = {row["what"]:
-    row["ratio"] for row in results_of("numerics_intel")} rows = { f"exact ÷ plain step with the same micro-batches,
-    ResNet-18 at 32 {TIMES} 32: one process; DDP on 2 ranks": ( of_plain("plain, same micro-batches") ), "the same with
-    hardly any computing: 25 M parameters, 2 and 4 ranks": of_ddp("exact"), "the same with `--shard optimizer`":
-    of_ddp("exact, optimizer"), "the same with `--shard gradients`": of_ddp("exact, gradients"), "exact ÷ plain step
-    with one batch per rank, ResNet-18 as above: one process; DDP on 2 ranks": of_plain( "plain, one batch per rank" ),
-    "`digits`, native, without augmentation: steps with eight micro-batches ÷ a plain loop with one batch": (
-    f"{said(run['steps_ratio'])} {TIMES}" ), "the same steps ÷ a plain loop that accumulates the same eight": (
-    f"{said(run['steps_ratio_to_accumulating'])} {TIMES}" ), "exact sum ÷ gloo's all-reduce, one machine, 2 and 4
-    ranks": ( f"{span([row['ratio'] for row in results_of('reduction')['sum']])} {TIMES}" ), "exact sum in two levels ÷
-    gloo's flat ring, links of 200 Mbit/s and more: whole; in parts, as `--shard` sends": ( f"{span(_across('two
-    levels'))} {TIMES}; {span(_across('parts, two levels'))} {TIMES}" ), "exact sum in two levels ÷ gloo's own sums in
-    two levels, on the same links": ( f"{span([row['of_two_levels'] for row in results_of('nodes')])} {TIMES}" ),
-    "`--shard parameters` ÷ FSDP2 over gloo, its reduce-scatter an all-to-all of equal traffic": (
-    f"{span([*map(of_fair, results_of('fully_sharded'))])} {TIMES}" ), "[rehearsal and
-    witness](docs/explanation/what-the-proof-covers.md#the-guard), runs of seconds: the first; later ones ÷ the same
-    without": ( f"{span([each['more_seconds_first'] for each in guarded], 1)} s more; " f"{span([each['whole_again'] for
-    each in guarded])} {TIMES}" ), "speed (more is better) with portable numerics ÷ native, `digits` and a transformer
-    of 25 M parameters": ( f"{said(portable['digits'])} {TIMES} and {said(portable['char_transformer of 25 M
-    parameters'])} {TIMES}" ), } return _table(["", "ratio"], rows.items())
+    def of_plain(kind: str) -> str:
+        alone, together = (f"{said(steps[ranks][kind]['wall']['ratio'])} {TIMES}" for ranks in (1, 2))
+        return f"{alone}; {together}"
+
+    def of_ddp(way: str) -> str:
+        return f"{span([row['ways'][way]['of_plain'] for row in sharded])} {TIMES}"
+
+    run, sharded = results_of("whole_run")["ways"][EXACT], results_of("sharded")["steps"]
+    guarded = results_of("guard")["trainings"].values()
+    portable = {row["what"]: row["ratio"] for row in results_of("numerics_intel")}
+    rows = {
+        f"exact ÷ plain step with the same micro-batches, ResNet-18 at 32 {TIMES} 32: one process; DDP on 2 ranks": (
+            of_plain("plain, same micro-batches")
+        ),
+        "the same with hardly any computing: 25 M parameters, 2 and 4 ranks": of_ddp("exact"),
+        "the same with `--shard optimizer`": of_ddp("exact, optimizer"),
+        "the same with `--shard gradients`": of_ddp("exact, gradients"),
+        "exact ÷ plain step with one batch per rank, ResNet-18 as above: one process; DDP on 2 ranks": of_plain(
+            "plain, one batch per rank"
+        ),
+        "`digits`, native, without augmentation: steps with eight micro-batches ÷ a plain loop with one batch": (
+            f"{said(run['steps_ratio'])} {TIMES}"
+        ),
+        "the same steps ÷ a plain loop that accumulates the same eight": (
+            f"{said(run['steps_ratio_to_accumulating'])} {TIMES}"
+        ),
+        "exact sum ÷ gloo's all-reduce, one machine, 2 and 4 ranks": (
+            f"{span([row['ratio'] for row in results_of('reduction')['sum']])} {TIMES}"
+        ),
+        "exact sum in two levels ÷ gloo's flat ring, links of 200 Mbit/s and more: whole; parts, as `--shard` sends": (
+            f"{span(_across('two levels'))} {TIMES}; {span(_across('parts, two levels'))} {TIMES}"
+        ),
+        "exact sum in two levels ÷ gloo's own sums in two levels, on the same links": (
+            f"{span([row['of_two_levels'] for row in results_of('nodes')])} {TIMES}"
+        ),
+        "`--shard parameters` ÷ FSDP2 over gloo, its reduce-scatter an all-to-all of equal traffic": (
+            f"{span([*map(of_fair, results_of('fully_sharded'))])} {TIMES}"
+        ),
+        f"[rehearsal and witness]({_GUARD}), runs of seconds: the first; later ones ÷ the same without": (
+            f"{span([each['more_seconds_first'] for each in guarded], 1)} s more; "
+            f"{span([each['whole_again'] for each in guarded])} {TIMES}"
+        ),
+        "speed (more is better) with portable numerics ÷ native, `digits` and a transformer of 25 M parameters": (
+            f"{said(portable['digits'])} {TIMES} and {said(portable['char_transformer of 25 M parameters'])} {TIMES}"
+        ),
+    }
+    return _table(["", "ratio"], rows.items())
 
 
 def _across(level: str) -> list[float | None]:

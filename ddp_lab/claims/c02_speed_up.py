@@ -31,32 +31,54 @@ from ddp_lab.claims.measuring.ranks import own_device, run_ranks
 from ddp_lab.claims.measuring.scaling import measure_scaling, shown
 from ddp_lab.records import Axis, Line, Part, Series, Verdict
 
-claim = Claim( id="C02", title="N workers are about N times faster", claim="DDP training on N GPUs should be about N
-times as fast as on one.", original="使用 N 个 GPU 的 DDP 训练速度应该比单卡训练快约 N 倍", sources=("001",), method="Samples per second
-of training steps (forward, backward, all-reduce, SGD) of ResNet-18 at 32x32, weak " "scaling: one process, DDP on n
-processes, and as a control n processes that do not communicate, in interleaved " "rounds of one step each, with n the
-largest of 2, 4 and 8 that have a core or CUDA device each. Swept: both " "stems, and the batch of each worker. On CPU
-each process has one thread. The source's own program, too: its " "linear model, for whole epochs of its 10,000 points
-with its DataLoader, with its batch for each worker (weak) " "and with that batch cut (strong), and n processes that do
-not communicate as a control; and in --full whole runs " "of digits on single, dp and ddp, with the digest of each.",
-rule="Each stem and batch is a part, and so is each way of the linear model. It is inconclusive where the " "interval of
-DDP's speed-up or of the control's lies above n, since that proves a broken baseline, not a " "speed-up. Else it is
-confirmed where DDP's interval lies above 0.85 n; refuted where DDP's lies below 1 and the " "control's above 1 (n
-processes are slower than one, though the cores are there); not measurable where the " "control's lies below 0.85 n (the
-cores or devices are not free at the same time); refuted where DDP's interval " "lies below 0.85 n and the control's
-above; else inconclusive. The sentence is judged by the parts that are " "measurable: confirmed when all are, confirmed
-in part when some are, refuted when none is and one is refuted. The " "whole runs are reported, not judged.",
-in_short="Confirmed where n processes are more than 0.85 n times as fast beyond noise; refuted where only " "processes
-that do not communicate are.", loads={ "efficiency": (0.85, 0.85), "rounds": ROUNDS, "small_stem_batches": ((8,), (8,
-32)), "torchvision_stem_batches": ((64,), (64, 256)), "batches_on_cuda": ((256,), (64, 256)), "linear_model_rounds":
-ROUNDS, "linear_model_points": (10_000, 10_000), "linear_model_batch": (32, 32), "workers_of_whole_runs": ((), (2,)),
-"epochs_of_whole_runs": (3, 3), "global_batch_of_whole_runs": (64, 64), }, history=versions( "2026-11-22
-9730120dc7890664 The verdict comes from a sweep over stems and batches instead of one batch of one " "stem, and a
-speed-up above n is called a broken baseline; before, it counted as confirmed. The ranks keep " "freed memory, and the
-control trains the model of the single process.", "2026-11-25 fe9d803dcecf5e2a The source's own program is judged, too,
-beside a control of its own, and what is " "slower than one process is refuted however free the cores are; before, it
-was reported only. Beyond noise is " "the exact sign test with Holm's procedure over all intervals that bear verdicts,
-and the rounds follow from " "it.", ), seconds=(80, 480), tests=6, )
+claim = Claim(
+    id="C02",
+    title="N workers are about N times faster",
+    claim="DDP training on N GPUs should be about N times as fast as on one.",
+    original="使用 N 个 GPU 的 DDP 训练速度应该比单卡训练快约 N 倍",
+    sources=("001",),
+    method="Samples per second of training steps (forward, backward, all-reduce, SGD) of ResNet-18 at 32x32, weak "
+    "scaling: one process, DDP on n processes, and as a control n processes that do not communicate, in interleaved "
+    "rounds of one step each, with n the largest of 2, 4 and 8 that have a core or CUDA device each. Swept: both "
+    "stems, and the batch of each worker. On CPU each process has one thread. The source's own program, too: its "
+    "linear model, for whole epochs of its 10,000 points with its DataLoader, with its batch for each worker (weak) "
+    "and with that batch cut (strong), and n processes that do not communicate as a control; and in --full whole runs "
+    "of digits on single, dp and ddp, with the digest of each.",
+    rule="Each stem and batch is a part, and so is each way of the linear model. It is inconclusive where the "
+    "interval of DDP's speed-up or of the control's lies above n, since that proves a broken baseline, not a "
+    "speed-up. Else it is confirmed where DDP's interval lies above 0.85 n; refuted where DDP's lies below 1 and the "
+    "control's above 1 (n processes are slower than one, though the cores are there); not measurable where the "
+    "control's lies below 0.85 n (the cores or devices are not free at the same time); refuted where DDP's interval "
+    "lies below 0.85 n and the control's above; else inconclusive. The sentence is judged by the parts that are "
+    "measurable: confirmed when all are, confirmed in part when some are, refuted when none is and one is refuted. The "
+    "whole runs are reported, not judged.",
+    in_short="Confirmed where n processes are more than 0.85 n times as fast beyond noise; refuted where only "
+    "processes that do not communicate are.",
+    loads={
+        "efficiency": (0.85, 0.85),
+        "rounds": ROUNDS,
+        "small_stem_batches": ((8,), (8, 32)),
+        "torchvision_stem_batches": ((64,), (64, 256)),
+        "batches_on_cuda": ((256,), (64, 256)),
+        "linear_model_rounds": ROUNDS,
+        "linear_model_points": (10_000, 10_000),
+        "linear_model_batch": (32, 32),
+        "workers_of_whole_runs": ((), (2,)),
+        "epochs_of_whole_runs": (3, 3),
+        "global_batch_of_whole_runs": (64, 64),
+    },
+    history=versions(
+        "2026-11-22 9730120dc7890664 The verdict comes from a sweep over stems and batches instead of one batch of one "
+        "stem, and a speed-up above n is called a broken baseline; before, it counted as confirmed. The ranks keep "
+        "freed memory, and the control trains the model of the single process.",
+        "2026-11-25 fe9d803dcecf5e2a The source's own program is judged, too, beside a control of its own, and what is "
+        "slower than one process is refuted however free the cores are; before, it was reported only. Beyond noise is "
+        "the exact sign test with Holm's procedure over all intervals that bear verdicts, and the rounds follow from "
+        "it.",
+    ),
+    seconds=(80, 480),
+    tests=6,
+)
 
 
 TOY = {"weak": "the source's own program", "strong": "the source's own program, its batch cut"}

@@ -18,22 +18,32 @@ from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.records import Figure
 
-claim = Claim( id="C03", title="DDP broadcasts parameters and buffers at construction and before every forward",
-claim="DDP broadcasts rank 0's parameters and buffers to the other ranks at construction and before every forward.",
-original="DDP在构建及每次前向传递开始前会同步各进程之间的parameters及buffers" "（DistributedDataParallel类的\\_\\_init\\_\\_及forward方法中）\n"
-"广播权重(Broadcast):训练开始时,Rank 0 节点的模型权重被广播到所有其他节点,确保初始状态一致。", sources=("000", "004"), method="Every rank starts with
-different weights and a different counter `cnt`, and adds a different amount to its " "counter after each forward.
-Looked at: the parameters and the counter after construction, the counter on entry to " "each forward, with
-broadcast_buffers on (the default) and off; and, when a rank has changed its parameters on its " "own, whether the next
-forward makes them equal again.", rule="Four parts. Parameters at construction, and buffers at construction: confirmed
-when they are equal on all " "ranks, else refuted. Buffers before every forward: confirmed when the counters are equal
-on entry to each forward " "with broadcast_buffers on and different with it off, so that nothing else makes them equal;
-else refuted. " "Parameters before every forward: confirmed when the next forward makes parameters equal again that
-ranks have " "changed, else refuted.", in_short="Confirmed where values that differed between the ranks are equal at
-that moment because DDP sent them.", loads={"ranks": ((2,), (2, 4)), "forwards": (3, 5)}, history=versions( "2026-11-22
-9bb49dafabb30e86 The rule before judged what DDP does instead of what the source says. The source " "names parameters
-and buffers, at construction and before every forward: that is four parts, the last of which " "was not judged." ),
-seconds=(3, 2), )
+claim = Claim(
+    id="C03",
+    title="DDP broadcasts parameters and buffers at construction and before every forward",
+    claim="DDP broadcasts rank 0's parameters and buffers to the other ranks at construction and before every forward.",
+    original="DDP在构建及每次前向传递开始前会同步各进程之间的parameters及buffers"
+    "（DistributedDataParallel类的\\_\\_init\\_\\_及forward方法中）\n"
+    "广播权重(Broadcast):训练开始时,Rank 0 节点的模型权重被广播到所有其他节点,确保初始状态一致。",
+    sources=("000", "004"),
+    method="Every rank starts with different weights and a different counter `cnt`, and adds a different amount to its "
+    "counter after each forward. Looked at: the parameters and the counter after construction, the counter on entry to "
+    "each forward, with broadcast_buffers on (the default) and off; and, when a rank has changed its parameters on its "
+    "own, whether the next forward makes them equal again.",
+    rule="Four parts. Parameters at construction, and buffers at construction: confirmed when they are equal on all "
+    "ranks, else refuted. Buffers before every forward: confirmed when the counters are equal on entry to each forward "
+    "with broadcast_buffers on and different with it off, so that nothing else makes them equal; else refuted. "
+    "Parameters before every forward: confirmed when the next forward makes parameters equal again that ranks have "
+    "changed, else refuted.",
+    in_short="Confirmed where values that differed between the ranks are equal at that moment because DDP sent them.",
+    loads={"ranks": ((2,), (2, 4)), "forwards": (3, 5)},
+    history=versions(
+        "2026-11-22 9bb49dafabb30e86 The rule before judged what DDP does instead of what the source says. The source "
+        "names parameters and buffers, at construction and before every forward: that is four parts, the last of which "
+        "was not judged."
+    ),
+    seconds=(3, 2),
+)
 
 
 class Counter(nn.Module):

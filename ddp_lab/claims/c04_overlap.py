@@ -182,21 +182,31 @@ def compare_parameters(rank: int, world_size: int, steps: int) -> dict[str, int]
     return found
 
 
-def judge(measurements: Measurements) -> Judgement: """Apply the rule of the claim.""" figures, series, steps = [], [],
-measurements["steps"] overlap = Part(DURING, "not measurable here", "needs two cores or two CUDA devices that work at
-the same time") if measurements["devices"] >= 2: judged, unshaped = measurements["judged"], measurements["unshaped"] if
-unshaped: figures += _steps(unshaped, steps, " over loopback", "") overlap = _overlap(measurements) if judged: gain =
-ratio_interval(judged["seconds"]["after"], judged["seconds"]["overlapped"]) figures.append(gain.figure("after backward /
-overlapped", "x", DURING, against=1.0)) figures.append(_hidden(judged).figure("hidden share of communication", "%",
-DURING, bounds=(-50, 150))) figures += _steps(judged, steps, "", DURING) each = [milliseconds(judged["seconds"][way],
-steps) for way in NAMES] axis, name = Axis("communication", "", list(NAMES.values())), f"{measurements['ranks']} ranks"
-series.append(Series("Step time by when gradients travel", axis, Axis("step", "ms"), [line(name, each)])) names =
-(LOOKS, CHANGED, STEPPED, "steps") looks, during, after, made = (sum(rank[name] for rank in measurements["changes"]) for
-name in names) name = "looks during backward that found a parameter changed" figures.append(Figure(name, during,
-part=UPDATED, bounds=(0, looks))) figures.append(Figure("optimizer steps that changed parameters", after, part=UPDATED,
-bounds=(0, made))) verdict: Verdict = "confirmed" if during else "refuted" if looks and after == made else
-"inconclusive" said = f"a parameter had changed in {during} of {looks} looks during backward, and after {after} of
-{made} steps" return composed([overlap, Part(UPDATED, verdict, said)], figures, series)
+def judge(measurements: Measurements) -> Judgement:
+    """Apply the rule of the claim."""
+    figures, series, steps = [], [], measurements["steps"]
+    overlap = Part(DURING, "not measurable here", "needs two cores or two CUDA devices that work at the same time")
+    if measurements["devices"] >= 2:
+        judged, unshaped = measurements["judged"], measurements["unshaped"]
+        if unshaped:
+            figures += _steps(unshaped, steps, " over loopback", "")
+        overlap = _overlap(measurements)
+        if judged:
+            gain = ratio_interval(judged["seconds"]["after"], judged["seconds"]["overlapped"])
+            figures.append(gain.figure("after backward / overlapped", "x", DURING, against=1.0))
+            figures.append(_hidden(judged).figure("hidden share of communication", "%", DURING, bounds=(-50, 150)))
+            figures += _steps(judged, steps, "", DURING)
+            each = [milliseconds(judged["seconds"][way], steps) for way in NAMES]
+            axis, name = Axis("communication", "", list(NAMES.values())), f"{measurements['ranks']} ranks"
+            series.append(Series("Step time by when gradients travel", axis, Axis("step", "ms"), [line(name, each)]))
+    names = (LOOKS, CHANGED, STEPPED, "steps")
+    looks, during, after, made = (sum(rank[name] for rank in measurements["changes"]) for name in names)
+    name = "looks during backward that found a parameter changed"
+    figures.append(Figure(name, during, part=UPDATED, bounds=(0, looks)))
+    figures.append(Figure("optimizer steps that changed parameters", after, part=UPDATED, bounds=(0, made)))
+    verdict: Verdict = "confirmed" if during else "refuted" if looks and after == made else "inconclusive"
+    said = f"a parameter had changed in {during} of {looks} looks during backward, and after {after} of {made} steps"
+    return composed([overlap, Part(UPDATED, verdict, said)], figures, series)
 
 
 def _overlap(measurements: Measurements) -> Part:

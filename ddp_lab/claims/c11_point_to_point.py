@@ -36,33 +36,54 @@ from ddp_lab.claims.measuring.ranks import own_device
 from ddp_lab.claims.measuring.wire import bytes_moved, can_count
 from ddp_lab.records import EITHER_SIGN, Axis, Figure, Part, Series, Verdict
 
-claim = Claim( id="C11", title="Sending to each node in turn is linear in the nodes, a collective is not",
-claim="Sending 5 MB of parameters to 5 nodes one after the other costs time linear in the nodes; a collective "
-"broadcast, in parallel over a tree or ring, does not.", original="分布式训练中,点对点(Point-to-Point)通信效率太低。" "假设要把 5MB 参数发给 5
-个节点,逐个发送会导致耗时线性增长。" "集合通信(Collective Communication) 利用拓扑结构(如树状、环状)并行传输,是高性能计算的基石。", sources=("004",), method="Seconds
-until the first n of 6 nodes have a message of 5 MB: a loop of sends from node 0; a tree made of " "sends, in which a
-node passes the message on once it has all of it; a ring (an all-reduce in which only node 0 " "has something to add);
-and dist.broadcast. In interleaved rounds; slopes over the number of receivers " "(Theil-Sen) in each round, and for the
-loop two models of each round by least squares: a + b n and a + b n² for n " "receivers. On CPU each node is a network
-namespace with a link of its own rate; the same over " "the loopback interface shows how long the cores need for the
-copying. Over loopback also how often the message " "leaves node 0, by the kernel's count of bytes.", rule="Four parts.
-The loop: confirmed when its slope is above 0 and the line leaves smaller squared residuals " "than the square, both
-beyond noise; refuted when the square leaves smaller ones; else inconclusive. The tree, " "the ring and dist.broadcast,
-each: confirmed when its slope is below 0.75 times the loop's beyond noise, refuted " "when it is above beyond noise,
-else inconclusive, as where the loop does not grow in every round. 0.75 is midway " "between the slopes of a perfect
-tree (0.5) and of the loop. Not measurable without six CUDA devices or " "namespaces with links of their own, nor for a
-way whose copying alone (over loopback, to all receivers) takes 20 " "% of its time or more: then the cores are the
-limit, not the links.", in_short="Confirmed where the loop's time grows with n, not with n²; and where a collective's
-slope is below " "0.75 of the loop's beyond noise.", loads={ "megabytes": (5, 5), "processes": ((2, 4, 6), (2, 3, 4, 5,
-6)), "link_mbit_per_second": (200, 200), "rounds": ROUNDS, "rounds_on_loopback": (8, 8), "slope_at_most": (0.75, 0.75),
-"copying_share": (0.2, 0.2), }, history=versions( "2026-11-22 f82abcc8035d0aef Measured on links of their own, so that
-bytes take longer to travel than to be " "copied, and with the sentence's number of nodes; before, eight processes
-shared the cores and gave no " "verdict. The tree and the ring that the sentence names are judged beside the library's
-broadcast. The limit " "of the slope is midway between a perfect tree and the loop; before it was 0.5, which a perfect
-tree of six " "nodes only just reaches.", "2026-11-25 ec554b4075f032b0 Whether the loop is linear is judged by comparing
-a line with a square: that a " "line explains 90 % of the times, the rule before, is also true of times that grow with
-the square. Beyond " "noise is the exact sign test with Holm's procedure over all intervals that bear verdicts, and the
-rounds " "follow from it.", ), seconds=(75, 205), tests=5, )
+claim = Claim(
+    id="C11",
+    title="Sending to each node in turn is linear in the nodes, a collective is not",
+    claim="Sending 5 MB of parameters to 5 nodes one after the other costs time linear in the nodes; a collective "
+    "broadcast, in parallel over a tree or ring, does not.",
+    original="分布式训练中,点对点(Point-to-Point)通信效率太低。"
+    "假设要把 5MB 参数发给 5 个节点,逐个发送会导致耗时线性增长。"
+    "集合通信(Collective Communication) 利用拓扑结构(如树状、环状)并行传输,是高性能计算的基石。",
+    sources=("004",),
+    method="Seconds until the first n of 6 nodes have a message of 5 MB: a loop of sends from node 0; a tree made of "
+    "sends, in which a node passes the message on once it has all of it; a ring (an all-reduce in which only node 0 "
+    "has something to add); and dist.broadcast. In interleaved rounds; slopes over the number of receivers "
+    "(Theil-Sen) in each round, and for the loop two models of each round by least squares: a + b n and a + b n² for n "
+    "receivers. On CPU each node is a network namespace with a link of its own rate; the same over "
+    "the loopback interface shows how long the cores need for the copying. Over loopback also how often the message "
+    "leaves node 0, by the kernel's count of bytes.",
+    rule="Four parts. The loop: confirmed when its slope is above 0 and the line leaves smaller squared residuals "
+    "than the square, both beyond noise; refuted when the square leaves smaller ones; else inconclusive. The tree, "
+    "the ring and dist.broadcast, each: confirmed when its slope is below 0.75 times the loop's beyond noise, refuted "
+    "when it is above beyond noise, else inconclusive, as where the loop does not grow in every round. 0.75 is midway "
+    "between the slopes of a perfect tree (0.5) and of the loop. Not measurable without six CUDA devices or "
+    "namespaces with links of their own, nor for a way whose copying alone (over loopback, to all receivers) takes 20 "
+    "% of its time or more: then the cores are the limit, not the links.",
+    in_short="Confirmed where the loop's time grows with n, not with n²; and where a collective's slope is below "
+    "0.75 of the loop's beyond noise.",
+    loads={
+        "megabytes": (5, 5),
+        "processes": ((2, 4, 6), (2, 3, 4, 5, 6)),
+        "link_mbit_per_second": (200, 200),
+        "rounds": ROUNDS,
+        "rounds_on_loopback": (8, 8),
+        "slope_at_most": (0.75, 0.75),
+        "copying_share": (0.2, 0.2),
+    },
+    history=versions(
+        "2026-11-22 f82abcc8035d0aef Measured on links of their own, so that bytes take longer to travel than to be "
+        "copied, and with the sentence's number of nodes; before, eight processes shared the cores and gave no "
+        "verdict. The tree and the ring that the sentence names are judged beside the library's broadcast. The limit "
+        "of the slope is midway between a perfect tree and the loop; before it was 0.5, which a perfect tree of six "
+        "nodes only just reaches.",
+        "2026-11-25 ec554b4075f032b0 Whether the loop is linear is judged by comparing a line with a square: that a "
+        "line explains 90 % of the times, the rule before, is also true of times that grow with the square. Beyond "
+        "noise is the exact sign test with Holm's procedure over all intervals that bear verdicts, and the rounds "
+        "follow from it.",
+    ),
+    seconds=(75, 205),
+    tests=5,
+)
 
 
 LOOP, TREE, RING, BROADCAST = "send loop", "tree", "ring", "dist.broadcast"
@@ -174,10 +195,13 @@ def judge(measurements: Measurements) -> Judgement:
     return composed(parts, figures, series)
 
 
-def _loop(judged: dict[str, Any]) -> Part: residuals, slope = _residuals(judged), median_interval(slopes(judged, LOOP))
-said = f"a + b n leaves {residuals} times the squared residuals of a + b n²" verdict: Verdict = "refuted" if
-residuals.above() else "inconclusive" if slope.above(0) and residuals.below(): verdict = "confirmed" return Part(LOOP,
-verdict, f"{said}, {1000 * slope.value:.0f} ms per receiver")
+def _loop(judged: dict[str, Any]) -> Part:
+    residuals, slope = _residuals(judged), median_interval(slopes(judged, LOOP))
+    said = f"a + b n leaves {residuals} times the squared residuals of a + b n²"
+    verdict: Verdict = "refuted" if residuals.above() else "inconclusive"
+    if slope.above(0) and residuals.below():
+        verdict = "confirmed"
+    return Part(LOOP, verdict, f"{said}, {1000 * slope.value:.0f} ms per receiver")
 
 
 def _copying(part: Part, judged: dict[str, Any], unshaped: dict[str, Any], limits: dict[str, float]) -> Part:

@@ -131,22 +131,38 @@ def _own_way(model: nn.Module, data: InMemory, on_all: bool, samples_per_batch: 
     return float(total_loss.item() / total_samples.item())
 
 
-def judge(measurements: Measurements) -> Judgement: """Apply the rule of the claim.""" cases, cores =
-measurements["cases"], measurements["devices"] apart: dict[str, list[float]] = {DIVIDES: [], DOES_NOT: [], SAME_LOSS:
-[]} for case in cases: for size, losses in case["losses"].items(): divides = int(size) % case["ranks"] == 0
-apart[DIVIDES if divides else DOES_NOT].append(_apart(losses, *WAYS[OWN])) apart[SAME_LOSS].append(_apart(losses,
-*WAYS[OURS])) parts, figures = [], [] for name, differences in apart.items(): worst = max(differences) title = "largest
-relative difference of the loss, rank 0 and all ranks" figures.append(Figure(title, worst, part=name, bounds=COUNT))
-said = f"the losses differ by up to {worst:.1g} relative (limit 1e-06)" parts.append(holds(name, worst <=
-measurements["agree_to"], said)) most = max((case["ranks"] for case in cases if case["ranks"] <= cores), default=None)
-for way, (alone, together) in WAYS.items(): name = f"in less time, {way}" faster = Part(name, "not measurable here",
-f"needs 2 cores, found {cores}") for case in cases: ratio, judged = ratio_interval(case["seconds"][together],
-case["seconds"][alone]), case["ranks"] == most title = f"time on all of {case['ranks']} ranks / rank 0 alone"
-figures.append(ratio.figure(title, "x", name, against=1.0 if judged else None)) if judged: said = f"{most} ranks take
-{ratio} of rank 0's time" faster = Part(name, ratio.side(1.0, "refuted", "confirmed"), said) parts.append(faster) losses
-= cases[0]["losses"] lines = [Line(way, [100 * _apart(found, *pair) for found in losses.values()]) for way, pair in
-WAYS.items()] title, axis = f"Relative difference from rank 0's loss, {cases[0]['ranks']} ranks", Axis("difference",
-"%") return composed(parts, figures, [Series(title, Axis("held-out samples", "", list(losses)), axis, lines)])
+def judge(measurements: Measurements) -> Judgement:
+    """Apply the rule of the claim."""
+    cases, cores = measurements["cases"], measurements["devices"]
+    apart: dict[str, list[float]] = {DIVIDES: [], DOES_NOT: [], SAME_LOSS: []}
+    for case in cases:
+        for size, losses in case["losses"].items():
+            divides = int(size) % case["ranks"] == 0
+            apart[DIVIDES if divides else DOES_NOT].append(_apart(losses, *WAYS[OWN]))
+            apart[SAME_LOSS].append(_apart(losses, *WAYS[OURS]))
+    parts, figures = [], []
+    for name, differences in apart.items():
+        worst = max(differences)
+        title = "largest relative difference of the loss, rank 0 and all ranks"
+        figures.append(Figure(title, worst, part=name, bounds=COUNT))
+        said = f"the losses differ by up to {worst:.1g} relative (limit 1e-06)"
+        parts.append(holds(name, worst <= measurements["agree_to"], said))
+    most = max((case["ranks"] for case in cases if case["ranks"] <= cores), default=None)
+    for way, (alone, together) in WAYS.items():
+        name = f"in less time, {way}"
+        faster = Part(name, "not measurable here", f"needs 2 cores, found {cores}")
+        for case in cases:
+            ratio, judged = ratio_interval(case["seconds"][together], case["seconds"][alone]), case["ranks"] == most
+            title = f"time on all of {case['ranks']} ranks / rank 0 alone"
+            figures.append(ratio.figure(title, "x", name, against=1.0 if judged else None))
+            if judged:
+                said = f"{most} ranks take {ratio} of rank 0's time"
+                faster = Part(name, ratio.side(1.0, "refuted", "confirmed"), said)
+        parts.append(faster)
+    losses = cases[0]["losses"]
+    lines = [Line(way, [100 * _apart(found, *pair) for found in losses.values()]) for way, pair in WAYS.items()]
+    title, axis = f"Relative difference from rank 0's loss, {cases[0]['ranks']} ranks", Axis("difference", "%")
+    return composed(parts, figures, [Series(title, Axis("held-out samples", "", list(losses)), axis, lines)])
 
 
 def _apart(losses: dict[str, float], alone: str, together: str) -> float:

@@ -29,34 +29,57 @@ from ddp_lab.claims.measuring.parameter_server import DIVERGED, bounded
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.records import Axis, Figure, Part, Series
 
-claim = Claim( id="C16", title="When the global batch grows by k, scaling the learning rate by k keeps the result",
-claim="When the total batch grows, the learning rate usually has to grow in proportion.",
-original="learning_rate=learning_rate * world_size  # 当总 batch size 增加时，通常需要按比例增加学习率\n" "值得注意的是，当我们增加总 batch size
-时，通常需要按比例增加学习率。这是因为更大的 batch size 意味着每次参数更新" "基于更多的样本，梯度估计更稳定，可以使用更大的学习率。", sources=("001",), method="A CNN on digits,
-SGD without momentum, the rate warmed up over the first epoch, equally many samples and " "epochs at every k. A step of
-batch 32 k averages the gradients of k parts with 32 samples each, as k workers " "would. The rate of k = 1 is the one
-with the least median loss on the validation half of the held-out samples, " "over seeds of its own; the search begins
-with the stated rates and doubles or halves them where the best is at " "the edge. Each k is then trained with that rate
-times 1 (none), the square root of k, k (linear) and 2 k (twice " "linear). A seed stands for the same initial weights
-and the same order of samples in all of its runs, so the " "runs of a seed are compared in pairs. The one metric is the
-loss on the test half of the held-out samples at the " "end.", rule="One part for each k, by the medians of paired
-ratios of the test loss. Refuted when the linear rule loses " "the result (linear / k = 1 above the limit) or another
-rule is better (linear / that one above 1), beyond noise. " "Confirmed when linear keeps the result (linear / k = 1
-below the limit) and is better than none and than the " "square root (linear / that one below 1), all beyond noise, and
-no other rule is better beyond noise. Otherwise " "inconclusive, as where the search for the rate of k = 1 ended at an
-edge.", in_short="Confirmed where, beyond noise, the loss stays below 1.25 times that of k = 1 and below those of
-smaller " "rates; refuted where it exceeds 1.25 times, or another rule is better.", loads={ "seeds": ROUNDS, "factors":
-((2, 8), (2, 4, 8)), "epochs": (6, 6), "samples_per_epoch": (1280, 1280), "test_share": (0.28, 0.28), "batch": (32, 32),
-"first_rates": ((0.04, 0.08, 0.16, 0.32), (0.04, 0.08, 0.16, 0.32)), "search_seeds": (5, 5), "first_search_seed": (1000,
-1000), "widest_search": (12, 12), "width": (8, 8), "kept_ratio": (1.25, 1.25), }, history=versions( "2026-11-22
-7721ffcca88d6c35 The rule before asked for a median within a point of k = 1, and not whether the " "unscaled rate loses
-anything; where it loses nothing, nothing was shown. Now runs are paired by seed, both " "halves need an interval, and
-the training is short enough to tell. Momentum is gone: what it averages over " "does not scale with k.", "2026-11-25
-afb39af35eed1c15 The rate of k = 1 was eight times too small, so any larger rate was better. Now " "it is searched for
-first, and the linear rule is compared with no scaling, the square root and twice as much, " "by one metric. Beyond
-noise is the exact sign test with Holm's procedure over all intervals that bear " "verdicts, and the rounds follow from
-it.", "2026-11-29 843a1ed5be439f3f In proportion is shown only where the square root, which is less, is worse.", ),
-seconds=(70, 150), tests=12, )
+claim = Claim(
+    id="C16",
+    title="When the global batch grows by k, scaling the learning rate by k keeps the result",
+    claim="When the total batch grows, the learning rate usually has to grow in proportion.",
+    original="learning_rate=learning_rate * world_size  # 当总 batch size 增加时，通常需要按比例增加学习率\n"
+    "值得注意的是，当我们增加总 batch size 时，通常需要按比例增加学习率。这是因为更大的 batch size 意味着每次参数更新"
+    "基于更多的样本，梯度估计更稳定，可以使用更大的学习率。",
+    sources=("001",),
+    method="A CNN on digits, SGD without momentum, the rate warmed up over the first epoch, equally many samples and "
+    "epochs at every k. A step of batch 32 k averages the gradients of k parts with 32 samples each, as k workers "
+    "would. The rate of k = 1 is the one with the least median loss on the validation half of the held-out samples, "
+    "over seeds of its own; the search begins with the stated rates and doubles or halves them where the best is at "
+    "the edge. Each k is then trained with that rate times 1 (none), the square root of k, k (linear) and 2 k (twice "
+    "linear). A seed stands for the same initial weights and the same order of samples in all of its runs, so the "
+    "runs of a seed are compared in pairs. The one metric is the loss on the test half of the held-out samples at the "
+    "end.",
+    rule="One part for each k, by the medians of paired ratios of the test loss. Refuted when the linear rule loses "
+    "the result (linear / k = 1 above the limit) or another rule is better (linear / that one above 1), beyond noise. "
+    "Confirmed when linear keeps the result (linear / k = 1 below the limit) and is better than none and than the "
+    "square root (linear / that one below 1), all beyond noise, and no other rule is better beyond noise. Otherwise "
+    "inconclusive, as where the search for the rate of k = 1 ended at an edge.",
+    in_short="Confirmed where, beyond noise, the loss stays below 1.25 times that of k = 1 and below those of smaller "
+    "rates; refuted where it exceeds 1.25 times, or another rule is better.",
+    loads={
+        "seeds": ROUNDS,
+        "factors": ((2, 8), (2, 4, 8)),
+        "epochs": (6, 6),
+        "samples_per_epoch": (1280, 1280),
+        "test_share": (0.28, 0.28),
+        "batch": (32, 32),
+        "first_rates": ((0.04, 0.08, 0.16, 0.32), (0.04, 0.08, 0.16, 0.32)),
+        "search_seeds": (5, 5),
+        "first_search_seed": (1000, 1000),
+        "widest_search": (12, 12),
+        "width": (8, 8),
+        "kept_ratio": (1.25, 1.25),
+    },
+    history=versions(
+        "2026-11-22 7721ffcca88d6c35 The rule before asked for a median within a point of k = 1, and not whether the "
+        "unscaled rate loses anything; where it loses nothing, nothing was shown. Now runs are paired by seed, both "
+        "halves need an interval, and the training is short enough to tell. Momentum is gone: what it averages over "
+        "does not scale with k.",
+        "2026-11-25 afb39af35eed1c15 The rate of k = 1 was eight times too small, so any larger rate was better. Now "
+        "it is searched for first, and the linear rule is compared with no scaling, the square root and twice as much, "
+        "by one metric. Beyond noise is the exact sign test with Holm's procedure over all intervals that bear "
+        "verdicts, and the rounds follow from it.",
+        "2026-11-29 843a1ed5be439f3f In proportion is shown only where the square root, which is less, is worse.",
+    ),
+    seconds=(70, 150),
+    tests=12,
+)
 
 
 RULES: dict[str, Callable[[int], float]] = {
@@ -172,15 +195,24 @@ def judge(measurements: Measurements) -> Judgement:
     return composed(parts, figures, [Series(title, axis, Axis("test loss"), lines)])
 
 
-def _part(name: str, kept: Interval, others: dict[str, Interval], limit: float, edge: bool) -> Part: text = f"test loss
-with the linear rule / k = 1: {kept} (limit {limit:g})" text += "".join(f"; / {rule}: {ratio}" for rule, ratio in
-others.items()) if edge: return Part(name, "inconclusive", f"the search for the rate of k = 1 ended at an edge: {text}")
-if kept.above(limit): return Part(name, "refuted", f"the linear rule loses the result: {text}") if better := [rule for
-rule, ratio in others.items() if ratio.above()]: return Part(name, "refuted", f"{' and '.join(better)} is better than
-the linear rule: {text}") open_ends = [] if kept.below(limit) else [f"not shown to keep the result, {kept} times the
-loss of k = 1"] open_ends += [ f"not shown to be better than {rule}, {others[rule]} times its loss" for rule in
-BELOW_LINEAR if not others[rule].below() ] if not open_ends: return Part(name, "confirmed", text) return Part(name,
-"inconclusive", f"{' and '.join(open_ends)}; {text}")
+def _part(name: str, kept: Interval, others: dict[str, Interval], limit: float, edge: bool) -> Part:
+    text = f"test loss with the linear rule / k = 1: {kept} (limit {limit:g})"
+    text += "".join(f"; / {rule}: {ratio}" for rule, ratio in others.items())
+    if edge:
+        return Part(name, "inconclusive", f"the search for the rate of k = 1 ended at an edge: {text}")
+    if kept.above(limit):
+        return Part(name, "refuted", f"the linear rule loses the result: {text}")
+    if better := [rule for rule, ratio in others.items() if ratio.above()]:
+        return Part(name, "refuted", f"{' and '.join(better)} is better than the linear rule: {text}")
+    open_ends = [] if kept.below(limit) else [f"not shown to keep the result, {kept} times the loss of k = 1"]
+    open_ends += [
+        f"not shown to be better than {rule}, {others[rule]} times its loss"
+        for rule in BELOW_LINEAR
+        if not others[rule].below()
+    ]
+    if not open_ends:
+        return Part(name, "confirmed", text)
+    return Part(name, "inconclusive", f"{' and '.join(open_ends)}; {text}")
 
 
 def _by_seed(cases: list[dict[str, Any]], factor: int, rule: str) -> list[float]:

@@ -13,12 +13,9 @@ from tests.support.commands import ROOT
 MOST_COMMITS, FEWEST_ROUNDS = 300, 5
 OF_OTHER_MACHINES = {"numerics", "numerics_amd", "numerics_intel"}
 """Records of kinds of CPU that are not always at hand: their page names the kinds, and the three rounds."""
-OLDER = {"guard", "sampler"}
-"""Records that are older, and whose pages say so."""
 NAMED = sorted(
     set(re.findall(r"/results/(\w+)\.json", (ROOT / "docs" / "evidence" / "promises-kept.md").read_text()))
     - OF_OTHER_MACHINES
-    - OLDER
 )
 
 

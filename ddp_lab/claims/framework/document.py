@@ -37,8 +37,8 @@ lists the others by verdict; 1.6 (1.51 to 1.67) is a median with its interval. T
 record: the original words, method, sizes, the whole rule, all figures, and the raw measurements. *On CPU* marks
 sentences that speak of GPUs; all was measured on CPUs. `make report` draws what you have measured.
 
-- **Rule first.** A record names the commit of its rule and the start of its run. If a rule was committed after its run
-  began, or not at all, this page cannot be made. Where a rule has changed since, the old verdict is marked so.
+- **Rule first.** A record names the commit of its rule and the start of its run. If a rule was committed after its
+  run began, or not at all, this page cannot be made. Where a rule has changed since, the old verdict is marked so.
 - **Beyond noise.** Ways of doing the same work are timed in turns, and compared by an exact sign test. Holm's
   correction over at most {FAMILY} tests keeps the chance of any false verdict at {100 * FAMILY_ERROR:g} %.
 
