@@ -10,15 +10,17 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from ddp_core.base.digests import checksum
+from ddp_core.base.digests import checksum, digest_of_sums, sums
 from ddp_core.base.errors import UserError
-from ddp_core.base.gradient_sums import GradientSums
+from ddp_core.base.user_code import our_code
 from ddp_core.reduction.agreement import gathered
 
 Again = Callable[[Any], Tensor]
@@ -55,36 +57,43 @@ class RepeatCheck:
     @contextmanager
     def watch(self) -> Iterator[Callable[[Tensor], None]]:
         """Run the backward of the kept micro-batch inside, then call what this gives with its loss."""
-        with self._gradients() as gradients:
+        with self._gradients(self._sums):
             yield lambda loss: self._sums.update(loss=checksum(loss))
-        self._sums |= _named(gradients)
 
     def compute_again(self, step: int, index: int, seed: Callable[[int, int], None], again: Again) -> None:
         """Compute the kept micro-batch, `index` of the step, again on every rank, between the backwards of a step.
 
         Leaves gradients and buffers as they are. Raises UserError on every rank where the bits are other ones.
         """
-        kept, sums = self._from(index % self._world_size)
-        if kept is None or "loss" not in sums:
+        owner = index % self._world_size
+        box = [(self._kept, self._sums) if self._rank == owner else (None, {})]
+        if self._world_size > 1:
+            dist.broadcast_object_list(box, src=owner)
+        kept, before = box[0]
+        if kept is None or "loss" not in before:
             return
         buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         seed(step, index)
-        inputs = torch.load(io.BytesIO(kept), map_location=self._here, weights_only=False)
-        with self._gradients() as gradients:
-            loss = again(inputs)
-        now = {"loss": checksum(loss), **_named(gradients)}
+
+        def here(storage: Any, place: str) -> Any:
+            return storage if place.startswith("cpu") else storage.cuda(self._device)
+
+        inputs = torch.load(io.BytesIO(kept), map_location=here, weights_only=False)
+        now: dict[str, str] = {}
+        with self._gradients(now):
+            now["loss"] = checksum(again(inputs))
         for parameter in self._module.parameters():
             parameter.grad = None
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
         self._kept = None
-        found = next((name for name in (*sums, *now) if sums.get(name) != now.get(name)), None)
+        found = next((name for name in (*before, *now) if before.get(name) != now.get(name)), None)
         everyones = gathered(found, dist.group.WORLD)
         others = [rank for rank, theirs in enumerate(everyones) if theirs is not None]
         if others:
             raise UserError(
-                f"step {step + 1}: micro-batch {index}, which rank {index % self._world_size} has computed, has "
+                f"step {step + 1}: micro-batch {index}, which rank {owner} has computed, has "
                 f"another {everyones[others[0]]} when rank {', '.join(map(str, others))} of {self._world_size} "
                 "computes it again, so it does not follow from the weights, the micro-batch and the step alone, and "
                 "another number of ranks would end with other weights. Look for a random generator of its own, a "
@@ -92,20 +101,25 @@ class RepeatCheck:
                 "no code does such a thing, the ranks' processors differ, or one of them computes wrongly"
             )
 
-    def _here(self, storage: Any, place: str) -> Any:
-        """A storage that another rank has sent, on this rank's device, unless it was in host memory."""
-        return storage if place.startswith("cpu") else storage.cuda(self._device)
+    @contextmanager
+    def _gradients(self, found: dict[str, str]) -> Iterator[None]:
+        """Note in `found` checksums of the gradients that the backward inside makes, before anything is done with them.
 
-    def _from(self, owner: int) -> tuple[bytes | None, dict[str, str]]:
-        """What the rank that has computed the micro-batch keeps, and its sums."""
-        box = [(self._kept, self._sums) if self._rank == owner else (None, {})]
-        if self._world_size > 1:
-            dist.broadcast_object_list(box, src=owner)
-        return box[0]
+        The hooks are on autograd's nodes: those of a parameter may be shared with other replicas.
+        """
+        made: dict[str, list[Tensor]] = {}
 
-    def _gradients(self) -> GradientSums:
-        return GradientSums(dict(self._module.named_parameters()))
+        @our_code
+        def note(name: str, gradients: tuple[Tensor | None, ...]) -> None:
+            # A layer that is computed again in backward (activation checkpointing) may hand its part over by itself.
+            made.setdefault(name, []).extend(sums(each) for each in gradients if each is not None)
 
-
-def _named(gradients: GradientSums) -> dict[str, str]:
-    return {f"gradient of {name}": each for name, each in gradients.checksums().items()}
+        named = [(name, each) for name, each in self._module.named_parameters() if each.requires_grad]
+        nodes = [(name, get_gradient_edge(each).node) for name, each in named]
+        hooks = [node.register_prehook(partial(note, name)) for name, node in nodes]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        found |= {f"gradient of {name}": digest_of_sums(parts) for name, parts in made.items()}

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -21,16 +23,17 @@ from ddp_core.base.errors import UserError, nearest_name
 from ddp_core.base.user_code import LeftEarly, no_way_out, user_code
 from ddp_core.config.experiment import Component, Optimizer, Schedule, called
 from ddp_core.data.builders import DATA
+from ddp_core.data.splits import Splits
 from ddp_core.experiment.file import SIGNATURES, LoadedExperiment, in_one_line, place_of
 from ddp_core.model.builders import MODELS
-from ddp_core.model.losses import LOSSES
+from ddp_core.model.losses import LOSSES, Loss
 from ddp_core.model.optimizers import build_optimizer, require_schedules, require_trains
 from ddp_core.observe.callback import Callback
 from ddp_core.observe.step import StepObserver, StepObservers
 
 Kind = Literal["model", "data", "loss", "optimizer", "schedule"]
 
-_BROUGHT: Mapping[Kind, Mapping[str, Callable[..., Any]]] = {
+_BROUGHT: Mapping[Kind, Mapping[str, Callable[..., Any] | str]] = {
     "model": MODELS,
     "data": DATA,
     "loss": LOSSES,
@@ -48,6 +51,25 @@ The `root` of a data set is the folder on this machine; the others exist only on
 """
 _REQUIRED = {"optimizer": "model", "schedule": "optimizer"}
 """The parameter that a function of this kind must have: what it builds would otherwise belong to nothing."""
+
+
+@dataclass(frozen=True)
+class BuiltExperiment:
+    """What training needs of an experiment: model, data, loss, optimizer, and what its file adds to them."""
+
+    model: nn.Module
+    loss: Loss
+    splits: Splits
+    optimizer: torch.optim.Optimizer
+    """Over the model's parameters, on the device."""
+    hits: Loss | None = None
+    """How accuracy is counted: by the file's own function, or by the one that belongs to the loss."""
+    schedule: LRScheduler | None = None
+    """Over the optimizer; None where a built-in rule sets the rate."""
+    metrics: Any = None
+    """The file's own: a function, an object like one, or several by name; once they were tried, an `OwnMetrics`."""
+    callbacks: Sequence[Callback] = ()
+    observers: Sequence[StepObserver] = ()
 
 
 def resolve(loaded: LoadedExperiment, kind: Kind, name: str) -> Callable[..., Any]:
@@ -68,7 +90,8 @@ def resolve(loaded: LoadedExperiment, kind: Kind, name: str) -> Callable[..., An
         return own  # type: ignore[no-any-return]
     brought = _BROUGHT.get(kind, {})
     if name in brought:
-        return brought[name]
+        place = brought[name]
+        return getattr(import_module(place), name) if isinstance(place, str) else place  # type: ignore[no-any-return]
     if own is not None and not isinstance(own, ModuleType):
         raise UserError(
             f"experiment {loaded.experiment.name}: `{name}` in {loaded.path} is a {type(own).__name__}; "

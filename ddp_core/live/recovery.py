@@ -21,7 +21,7 @@ from ddp_core.checkpoint import Superseded, find_checkpoints, newest_valid
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Regroup, StopRequest
 from ddp_core.distributed.world import World
-from ddp_core.experiment.built import BuiltExperiment
+from ddp_core.experiment.building import BuiltExperiment
 from ddp_core.experiment.request import Request
 from ddp_core.live.collectives import LiveCollectives
 from ddp_core.live.held import HeldState, Offer

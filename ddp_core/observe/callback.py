@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def _told_to_nobody(reason: str) -> None:
-    """What `Moment.stop` does in a moment that no trainer has made."""
-
-
 @dataclass(frozen=True)
 class Moment:
     """Where training stands, and its figures."""
@@ -46,7 +42,8 @@ class Moment:
     """Whether `evaluation` is of just this epoch, in `on_epoch`; the experiment says after which epochs one is due."""
     rehearsal: bool = False
     """Whether this is no run, but its steps tried elsewhere: what is written into `directory` is thrown away."""
-    _stop: Callable[[str], None] = field(default=_told_to_nobody, repr=False, compare=False)
+    # In a moment that no trainer has made, nobody is told.
+    _stop: Callable[[str], None] = field(default=lambda reason: None, repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_core.base.parting import let_go
+from ddp_core.base.process import let_go
 from ddp_core.base.torch_internals import timeout_of
 
 from .backends import carries_host_memory

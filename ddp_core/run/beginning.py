@@ -21,7 +21,7 @@ from ddp_core.data.data_digest import ADVICE, DataDigest, digest_items
 from ddp_core.data.splits import Splits
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
 from ddp_core.distributed.world import World
-from ddp_core.experiment.built import BuiltExperiment
+from ddp_core.experiment.building import BuiltExperiment
 from ddp_core.experiment.fresh_model import lines_about
 from ddp_core.experiment.request import Request, build_parts, build_splits, check_promise
 from ddp_core.experiment.source import Source, collect

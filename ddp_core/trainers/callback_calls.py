@@ -14,11 +14,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.functions import overrides
 from ddp_core.base.user_code import user_code
 from ddp_core.checkpoint.state import in_host_memory
 from ddp_core.observe.callback import Callback, Moment
-from ddp_core.observe.step import StepBatch, StepObserver, StepReport
+from ddp_core.observe.step import StepBatch, StepObserver, StepReport, overrides
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.steps import Steps

@@ -14,7 +14,7 @@ from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
-from ddp_core.experiment.built import BuiltExperiment
+from ddp_core.experiment.building import BuiltExperiment
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepObserver
 from ddp_core.trainers.testimony import Witness

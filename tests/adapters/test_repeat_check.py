@@ -1,7 +1,4 @@
-"""One micro-batch of somebody else's loop is computed again, and weights compared: what differs ends the run.
-
-Tests base/gradient_sums.py, too.
-"""
+"""One micro-batch of somebody else's loop is computed again, and weights compared: what differs ends the run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """A reader that has gone, a terminal that knows few letters, a container without an init: none ends a command.
 
 The memory of a process, and the thread in which it drops a process group.
-
-Tests base/parting.py, too.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_core.base.parting import let_go
+from ddp_core.base.process import let_go
 from ddp_core.cli import main
 from tests.faults.matrix import record_row
 from tests.support.commands import ROOT, command, trained
