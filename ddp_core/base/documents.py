@@ -26,6 +26,8 @@ MOST_DEPTH = 100
 _LONGEST_NUMBER = 300
 _HALF = re.compile("[\\ud800-\\udc7f\\udd00-\\udfff]")
 _SHOWN = 60
+_VALIDATOR = cache(TypeAdapter)
+"""The validator of a kind, made once."""
 
 
 class BadDocument(ValueError):
@@ -81,7 +83,7 @@ def parse_document(content: bytes | str, kind: type[_Kind], form: str | None = N
 def require_kind(document: Any, kind: type[_Kind]) -> _Kind:
     """The document itself, if it is of the kind. Raises BadDocument, which names the first field that is not."""
     try:
-        _validator(kind).validate_python(document, strict=True)  # type: ignore[arg-type]  # classes are hashable
+        _VALIDATOR(kind).validate_python(document, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         # Names come from the document, too.
@@ -105,27 +107,18 @@ def _without_gaps(document: Any) -> Any:
     return None if isinstance(document, float) and not math.isfinite(document) else document
 
 
-@cache
-def _validator(kind: type[_Kind]) -> TypeAdapter[_Kind]:
-    return TypeAdapter(kind)
-
-
 def _finite(text: str) -> float | None:
     number = float(text)
     return number if math.isfinite(number) else None
 
 
-def _integer(text: str) -> int | None:
-    return int(text) if len(text) <= _LONGEST_NUMBER else None
-
-
-def _null(_: str) -> None:
-    return None
-
-
 # NaN, infinities and numbers that a float cannot hold count as null, as they are written in metrics.jsonl: a run whose
 # test loss was infinite has a record. Where a number is needed, null is none.
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_int=_integer, parse_constant=_null)
+_DECODER = json.JSONDecoder(
+    parse_float=_finite,
+    parse_int=lambda text: int(text) if len(text) <= _LONGEST_NUMBER else None,
+    parse_constant=lambda _: None,
+)
 
 
 def _require_shallow(document: Any) -> None:

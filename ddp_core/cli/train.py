@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_address
-from ddp_core.base.silent_ends import no_silent_end
+from ddp_core.base.user_code import no_silent_end
 from ddp_core.cli.early_numerics import EarlyNumerics
 from ddp_core.config.options import Asked
 from ddp_core.distributed.addresses import address_served, require_port

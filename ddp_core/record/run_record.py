@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file
-from ddp_core.base.silent_ends import no_silent_end
-from ddp_core.base.user_code import no_way_out
+from ddp_core.base.user_code import no_silent_end, no_way_out
 from ddp_core.checkpoint import Fence, Superseded
 from ddp_core.data.data_digest import DataDigest
 from ddp_core.distributed.process_group import Collectives

@@ -13,8 +13,7 @@ from ddp_core.base.determinism import has_tf32, use_chosen_threads
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import make_patient
-from ddp_core.base.silent_ends import no_silent_end
-from ddp_core.base.user_code import no_way_out
+from ddp_core.base.user_code import no_silent_end, no_way_out
 from ddp_core.checkpoint import Checkpoint
 from ddp_core.distributed.reports import die_with_launcher, report_end, report_error, tell_caller
 from ddp_core.distributed.stop import StopRequest
