@@ -320,15 +320,8 @@ def setting_names(experiment: Experiment) -> list[str]:
 
 def _typed_like(old: Any, new: Any, name: str) -> Any:
     """`new` in the type of the option's present value `old`, because options of components have no schema."""
-    if old is None or new is None:
+    if isinstance(old, float) and type(new) is int:
+        new = float(new)
+    if old is None or new is None or type(new) is type(old):
         return new
-    if isinstance(old, bool) or isinstance(new, bool):
-        fits = isinstance(old, bool) and isinstance(new, bool)
-    elif isinstance(old, float):
-        fits = isinstance(new, int | float)
-        new = float(new) if fits else new
-    else:
-        fits = isinstance(new, type(old))
-    if not fits:
-        raise UserError(f"--set {name}={new}: expected {type(old).__name__}, as in {name}={json.dumps(old)}")
-    return new
+    raise UserError(f"--set {name}={new}: expected {type(old).__name__}, as in {name}={json.dumps(old)}")

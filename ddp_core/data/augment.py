@@ -88,7 +88,7 @@ def _cropped(images: Tensor, uniforms: Uniforms, shape: Sequence[int], flip: boo
 
 def _turned(images: Tensor, uniforms: Uniforms, turn: float, shift: float, scale: float) -> Tensor:
     """Each image turned, moved and resized; the uniforms are turn, column, row and size."""
-    count, _, height, width = images.shape
+    count, channels, height, width = images.shape
     numbers = 2 * torch.as_tensor(uniforms, device=images.device) - 1
     angle, column, row, size = numbers.float().view(count, 4, 1, 1).unbind(1)
     angle, size = turn * angle, 1 + scale * size
@@ -97,12 +97,7 @@ def _turned(images: Tensor, uniforms: Uniforms, turn: float, shift: float, scale
     down = (torch.arange(height, device=images.device) - (height - 1) / 2).view(1, height, 1)
     x = size * across - angle * down + (shift * column + (width - 1) / 2)
     y = size * down + angle * across + (shift * row + (height - 1) / 2)
-    return _between_pixels(images, x, y)
-
-
-def _between_pixels(images: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """The images' values at columns `x` and rows `y` (float32 [n, height, width] each), from the four pixels around."""
-    count, channels, height, width = images.shape
+    # The values there, from the four pixels around.
     # Whatever lies outside falls among these zeros: one on the left, two on the right of the pixel before it.
     padded = functional.pad(images, (1, 2, 1, 2)).view(count, channels, -1)
     x, y = x.clamp(-1, width), y.clamp(-1, height)
