@@ -68,11 +68,6 @@ class Schedule(Frozen):
     gamma: float = Field(default=0.1, gt=0)
     final_factor: float = Field(default=0.0, ge=0)
 
-    @property
-    def changes_rate(self) -> bool:
-        """Whether some step has another rate than the base rate."""
-        return self.name != "constant" or self.warmup_steps > 0
-
     def rate(self, base: float, step: int, steps_per_epoch: int, total_steps: int) -> float:
         """The rate used by optimizer step `step` (counted from 0 over the whole run)."""
         if step < self.warmup_steps:

@@ -165,18 +165,12 @@ def build(function: Callable[..., Any], options: Mapping[str, Any], injected: Ma
         raise UserError(str(error)) from error
     except Exception as error:
         code = getattr(function, "__code__", None)
-        place = place_of(error, None if code is None else code.co_filename)
-        hint = _in_data_folder(error, injected.get("root"))
+        place, hint, root = place_of(error, None if code is None else code.co_filename), "", injected.get("root")
+        missing_file = error.filename if isinstance(error, FileNotFoundError) else None
+        found = Path(missing_file).resolve() if isinstance(missing_file, str | Path) else None
+        if root is not None and found is not None and found.is_relative_to(root.resolve()):
+            hint = f"; the data folder is {root}: put the file there, or name another folder with --data-dir DIR"
         raise UserError(f"{place}: {name} raised {in_one_line(error)}{hint}") from error
-
-
-def _in_data_folder(error: BaseException, root: Path | None) -> str:
-    """What to do where a builder does not find a file in the data folder `root`; empty for any other exception."""
-    if root is None or not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str | Path):
-        return ""
-    if not Path(error.filename).resolve().is_relative_to(root.resolve()):
-        return ""
-    return f"; the data folder is {root}: put the file there, or name another folder with --data-dir DIR"
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -195,7 +189,8 @@ def optimizer_of(loaded: LoadedExperiment, model: nn.Module) -> torch.optim.Opti
     function = resolve(loaded, "optimizer", settings.name)
     optimizer = build(function, settings.options, {"model": model})
     schedule = loaded.experiment.schedule
-    is_rate_set = not isinstance(schedule, Schedule) or schedule.changes_rate
+    # A constant rate is the one that the optimizer was made with.
+    is_rate_set = not isinstance(schedule, Schedule) or schedule.name != "constant" or schedule.warmup_steps > 0
     require_trains(optimizer, model, called("optimizer", settings.name), is_rate_set)
     return optimizer  # type: ignore[no-any-return]
 
@@ -232,17 +227,16 @@ def callbacks_of(loaded: LoadedExperiment) -> tuple[list[Callback], list[StepObs
         kind = f"returned a {type(found).__name__}" if callable(own) else f"is a {type(found).__name__}"
         raise UserError(f"callbacks in {loaded.path} {kind}; it is a list, or a function that returns one")
     for number, each in enumerate(found):
+        which = f"callbacks[{number}] in {loaded.path}"
         if isinstance(each, type):
-            raise UserError(
-                f"callbacks[{number}] in {loaded.path} is the class {each.__name__}; write {each.__name__}()"
-            )
+            raise UserError(f"{which} is the class {each.__name__}; write {each.__name__}()")
         if not isinstance(each, Callback | StepObserver):
             raise UserError(
-                f"callbacks[{number}] in {loaded.path} is a {type(each).__name__}; derive it from "
+                f"{which} is a {type(each).__name__}; derive it from "
                 "ddp_core.observe.callback.Callback or ddp_core.observe.step.StepObserver"
             )
         if isinstance(each, Callback) and each.ranks not in ("first", "all"):
-            raise UserError(f"callbacks[{number}] in {loaded.path} has ranks={each.ranks!r}; it is 'first' or 'all'")
+            raise UserError(f"{which} has ranks={each.ranks!r}; it is 'first' or 'all'")
     callbacks = [each for each in found if isinstance(each, Callback)]
     observers = [each for each in found if isinstance(each, StepObserver)]
     return callbacks, [StepObservers(observers, user_code("your step observer"))] if observers else []

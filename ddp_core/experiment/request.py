@@ -222,20 +222,6 @@ def build_model(loaded: LoadedExperiment, device: torch.device | str, splits: Sp
     Raises UserError.
     """
     experiment = loaded.experiment
-    model = _new_model(loaded)
-    if splits is not None:
-        make_real(model, experiment, splits)
-    own_memory(model)
-    with user_code("your model"):
-        model = lay_out(model.to(device), experiment.memory_format)
-    if splits is not None:
-        fill_tables(model, experiment, splits)
-    return model
-
-
-def _new_model(loaded: LoadedExperiment) -> nn.Module:
-    """What the experiment's builder makes. Raises UserError where that is no model, or nothing to train."""
-    experiment = loaded.experiment
     torch.manual_seed(experiment.seed)
     seed_draws(mix(experiment.seed, 8))
     model = build(resolve(loaded, "model", experiment.model.name), experiment.model.options, {})
@@ -246,6 +232,13 @@ def _new_model(loaded: LoadedExperiment) -> nn.Module:
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"model {experiment.model.name} has no parameter that requires a gradient: nothing to train")
+    if splits is not None:
+        make_real(model, experiment, splits)
+    own_memory(model)
+    with user_code("your model"):
+        model = lay_out(model.to(device), experiment.memory_format)
+    if splits is not None:
+        fill_tables(model, experiment, splits)
     return model
 
 
