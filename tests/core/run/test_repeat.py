@@ -1,7 +1,4 @@
-"""A run whose steps, trained again elsewhere, have other bits is refused before it begins or before it is completed.
-
-Tests observe/flips.py, too.
-"""
+"""A run whose steps, trained again elsewhere, have other bits is refused before it begins or before it is completed."""
 
 from __future__ import annotations
 
