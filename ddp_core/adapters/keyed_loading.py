@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 from ddp_core.base.digests import tree_digest
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import MicroBatchSeed, dealt_words
+from ddp_core.base.trees import as_it_is
 from ddp_core.base.user_code import user_code
 
 __all__ = ["KeyedBatches", "MicroBatchIds", "keyed", "keyed_in_place"]
@@ -77,7 +78,7 @@ def keyed(
         batches.is_training = is_training
     dataset = _KeyedReading(loader.dataset, loader.collate_fn, seed)
     kept = {name: getattr(loader, name) for name in _KEPT}
-    return DataLoader(dataset, batch_sampler=batches, collate_fn=_as_it_is, **kept)
+    return DataLoader(dataset, batch_sampler=batches, collate_fn=as_it_is, **kept)
 
 
 def keyed_in_place(loader: Any, seed: int, is_training: Callable[[], bool] | None = None) -> Any:
@@ -120,7 +121,6 @@ class _KeyedReading(Dataset[Any]):
         return batch
 
     def _say_another(self, ids: MicroBatchIds) -> None:
-        """Raise UserError or warn, because a micro-batch is another one when it is read a second time."""
         named = ", ".join(map(str, ids[:_NAMED])) + (", …" if len(ids) > _NAMED else "")
         which = f"micro-batch {ids.number} of epoch {ids.epoch} (samples {named})"
         what = f"{which} is another one when it is read a second time"
@@ -145,7 +145,3 @@ class _KeyedReading(Dataset[Any]):
         with user_code("your data set"):
             samples = [self._dataset[number] for number in ids] if several is None else several(list(ids))
             return self._collate(samples)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

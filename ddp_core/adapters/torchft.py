@@ -87,8 +87,8 @@ class ExactSteps:
                 f"{count} of {self._group.size()} replicas would take part in this step: make the Manager with "
                 "use_async_quorum=False and WorldSizeMode.DYNAMIC, so that each of them does"
             )
-        due = is_due(self.step)
-        weights = fast_digest([*self._module.named_parameters(), *self._module.named_buffers()]) if due else b""
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        weights = fast_digest(named) if is_due(self.step) else b""
         # torchft's own group says of each replica that it is rank 0.
         send, receive = self._group.send, self._group.recv
         replicas = SimpleNamespace(rank=lambda: number, size=lambda: count, send=send, recv=receive)
