@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
+from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,10 +76,6 @@ class StateTensors:
         if slot == len(self.tensors):
             self.tensors.append(tensor.detach() if tensor.requires_grad or type(tensor) is not Tensor else tensor)
         self._slots.append(slot)
-
-    def bytes_needed(self) -> int:
-        """Upper bound for the bytes of the data file, where storages are aligned and each has a header."""
-        return sum(tensor.nbytes for tensor in self.tensors) + 512 * len(self.tensors) + 64 * 1024
 
     def state_over(self, tensors: list[Tensor]) -> Any:
         """The state with `tensors[i]` in the place of `self.tensors[i]`."""
@@ -265,3 +264,62 @@ class Snapshots:
         """Return when every byte of the last copy has arrived."""
         for event in self._events:
             event.synchronize()
+
+
+_ITEMS, _LONGEST = "items of a deque", "maxlen"
+
+
+def without_queues(state: Any) -> Any:
+    """The state with a dict of its items in the place of each queue (`collections.deque`), and with plain numbers.
+
+    `torch.load(weights_only=True)` reads no queue, and no number of NumPy's or of an IntEnum.
+    """
+
+    def as_dict(leaf: Any, _: str) -> Any:
+        if isinstance(leaf, np.number):
+            return leaf.item()
+        if isinstance(leaf, IntEnum):
+            return int(leaf)
+        if not isinstance(leaf, deque):
+            return leaf
+        return {_ITEMS: [without_queues(item) for item in leaf], _LONGEST: leaf.maxlen}
+
+    return replaced(state, as_dict)
+
+
+def with_queues(state: Any) -> Any:
+    """The state that `without_queues` was given; whatever has no queue in it is the same object."""
+    if isinstance(state, Mapping):
+        if state.keys() == {_ITEMS, _LONGEST}:
+            return deque((with_queues(item) for item in state[_ITEMS]), state[_LONGEST])
+        found = {key: with_queues(value) for key, value in state.items()}
+        return found if any(found[key] is not state[key] for key in found) else state
+    if type(state) in (list, tuple):
+        items = [with_queues(item) for item in state]
+        return type(state)(items) if any(map(operator.is_not, items, state)) else state
+    return state
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a state_dict, also what torch's `load_state_dict` loses of it.
+
+    That makes every sequence anew from its items: a queue forgets how long it may become, and a text becomes that of a
+    generator.
+    """
+    optimizer.load_state_dict(dict(state))
+    for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        for number, parameter in zip(saved["params"], group["params"], strict=True):
+            if number in state["state"]:
+                _mended(optimizer.state[parameter], state["state"][number])
+
+
+def _mended(loaded: Any, state: Any) -> Any:
+    if isinstance(state, str):
+        return state
+    if isinstance(state, deque) and isinstance(loaded, deque):
+        return deque(map(_mended, loaded, state), state.maxlen)
+    if isinstance(state, Mapping) and isinstance(loaded, dict):
+        loaded.update({key: _mended(value, state[key]) for key, value in loaded.items() if key in state})
+    elif type(state) in (list, tuple) and type(loaded) is type(state):
+        return type(state)(map(_mended, loaded, state))
+    return loaded

@@ -13,8 +13,7 @@ from torch import Tensor
 from ddp_core.base.digests import same_bits
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import CutTensor
-from ddp_core.checkpoint.queues import load_optimizer, with_queues, without_queues
-from ddp_core.checkpoint.state import leaves, replaced
+from ddp_core.checkpoint.state import leaves, load_optimizer, replaced, with_queues, without_queues
 from ddp_core.reduction.agreement import gathered
 
 from .owned import Owned

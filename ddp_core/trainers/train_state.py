@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddp_core.base.errors import UserError, nearest_name
 from ddp_core.base.user_code import user_code
 from ddp_core.checkpoint import whole_tensors
-from ddp_core.checkpoint.queues import without_queues
+from ddp_core.checkpoint.state import without_queues
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.optimizers import require_saveable
 from ddp_core.observe.callback import Callback
