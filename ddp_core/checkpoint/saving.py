@@ -136,8 +136,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 "metric": metric if metric is not None and math.isfinite(metric) else None,
                 "shapes": shapes,
             }
-            # An upper bound for the data file, where storages are aligned and each has a header.
-            needed = sum(tensor.nbytes for tensor in own.tensors) + 512 * len(own.tensors) + 64 * 1024
+            needed = own.bytes_needed()
             self._files.require_room(step, needed)
         if not self.asynchronous:
             self._write(own.state_on_cpu(), record, best, needed, started)

@@ -77,6 +77,10 @@ class StateTensors:
             self.tensors.append(tensor.detach() if tensor.requires_grad or type(tensor) is not Tensor else tensor)
         self._slots.append(slot)
 
+    def bytes_needed(self) -> int:
+        """Upper bound for the bytes of the data file, where storages are aligned and each has a header."""
+        return sum(tensor.nbytes for tensor in self.tensors) + 512 * len(self.tensors) + 64 * 1024
+
     def state_over(self, tensors: list[Tensor]) -> Any:
         """The state with `tensors[i]` in the place of `self.tensors[i]`."""
         chosen = map(tensors.__getitem__, self._slots)
