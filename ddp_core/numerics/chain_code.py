@@ -38,8 +38,7 @@ from ddp_core.numerics.assembler import (
     At,
     Label,
 )
-from ddp_core.numerics.chain_arguments import FLOAT, GIVEN, LONGEST, REGISTER
-from ddp_core.numerics.chain_copies import copied, turned, words
+from ddp_core.numerics.chain_copies import FLOAT, GIVEN, LONGEST, REGISTER, copied, turned, words
 
 _WIDTHS = (16, REGISTER)
 _TILE_ROWS = 6

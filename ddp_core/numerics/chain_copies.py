@@ -1,4 +1,4 @@
-"""Writes the part of `chain_code` that copies columns of the right matrix to the stack.
+"""Writes the part of `chain_code` that copies columns of the right matrix to the stack; and what all parts of it know.
 
 There the numbers of a row of 16 columns (or eight) lie side by side, and rows lie one behind the other. R8 is where the
 columns begin in the matrix, and R9 are the bytes from a term to the next; `copied` and `turned` make both those of the
@@ -18,6 +18,7 @@ from ddp_core.numerics.assembler import (
     RAX,
     RBX,
     RCX,
+    RDI,
     RDX,
     RSI,
     RSP,
@@ -26,7 +27,30 @@ from ddp_core.numerics.assembler import (
     At,
     Label,
 )
-from ddp_core.numerics.chain_arguments import FLOAT, GIVEN, REGISTER
+
+LONGEST = 1024
+"""Terms that a product may have, for which the copy of 16 columns has room on the stack."""
+
+REGISTER = 8
+"""float32 numbers in a register."""
+
+FLOAT = 4
+"""Bytes of a float32 number."""
+
+SIZES = (
+    *("left_rows", "left_terms", "left_batches", "left_groups"),
+    *("right_terms", "right_columns", "right_batches", "right_groups"),
+    *("out_rows", "out_batches", "out_groups"),
+    *("rows", "terms", "columns", "batches", "groups"),
+)
+"""What the code is given, beside the places of the matrices: a pointer to these int64 numbers.
+
+First the bytes from one row, term, column, product of a batch, and batch to the next; last how many there are of each.
+Columns of `out` lie side by side.
+"""
+
+GIVEN = {name: At(RDI, offset=8 * place) for place, name in enumerate(SIZES)}
+"""Where each of `SIZES` lies while the code runs."""
 
 
 def copied(write: Assembler, width: int) -> None:
@@ -133,8 +157,8 @@ def words(write: Assembler, width: int) -> None:
     write.move(RCX, RDX)
     write.move(R11, R14)
     write.place(terms)
-    write.move_word(R10, At(RAX))
-    write.move_word(At(RCX), R10)
+    write.move(R10, At(RAX), wide=0)
+    write.move(At(RCX), R10, wide=0)
     write.add(RAX, R9)
     write.add_number(RCX, width * FLOAT)
     write.subtract_number(R11, 1)
