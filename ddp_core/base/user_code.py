@@ -45,10 +45,7 @@ class RaisedElsewhere(Exception):
 
 
 def told(error: BaseException) -> str:
-    """'file:line: ValueError: …', in one line; the place is the exception's deepest in the experiment's own file.
-
-    There is no place where it has none there.
-    """
+    """'file:line: ValueError: …', in one line; the place is the exception's deepest in the experiment's own file."""
     places = [
         f"{frame.f_code.co_filename}:{line}: "
         for frame, line in traceback.walk_tb(error.__traceback__)

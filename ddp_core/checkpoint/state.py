@@ -107,10 +107,7 @@ def describe(state: Any) -> Shapes:
 
 
 def in_host_memory(state: Any, device: torch.device) -> Any:
-    """A state of what runs on `device`, as other processes can take it: from a GPU copied, since each has its own GPU.
-
-    Raises as `StateTensors` does.
-    """
+    """A state of what runs on `device`, as other processes can take it: from a GPU copied, as each has its own."""
     return state if device.type == "cpu" else StateTensors(state).state_on_cpu()
 
 

@@ -65,10 +65,7 @@ def _is_short(value: object) -> bool:
 
 
 def _fields_at(title: str, place: Sequence[int | str]) -> dict[str, list[type[Frozen]]]:
-    """The fields of the record called `title`, or of the one that it has at `place`, with the records that each holds.
-
-    Empty where no record is found there.
-    """
+    """The fields of the record called `title`, or of the one at `place` in it, with the records that each holds."""
     found = [kind for kind in kinds_of(Frozen) if kind.__name__ == title]
     for name in place:
         found = [inner for kind in found for inner in _records_in(kind.model_fields.get(str(name)))]

@@ -62,10 +62,7 @@ class Node:
 
 
 def ranks_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """The place of a process that a launcher started as a rank among others, in torchrun's variables; else empty.
-
-    Raises UserError where variables are missing or contradict each other.
-    """
+    """The place of a process that a launcher started as a rank among others, in torchrun's variables; else empty."""
     if _count(environ, "OMPI_COMM_WORLD_SIZE") > 1:
         return _under_mpi(environ, "Open MPI", [f"OMPI_COMM_WORLD_{name}" for name in _OPEN_MPI])
     if (tasks := _slurm_tasks(environ)) > 1:
@@ -77,10 +74,7 @@ def ranks_place(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def nodes_place(environ: Mapping[str, str]) -> Node | None:
-    """The place of a process that a launcher started once on each of several nodes; None for any other process.
-
-    Raises UserError where variables are missing or contradict each other.
-    """
+    """The place of a process that a launcher started once on each of several nodes; None for any other process."""
     if ranks_place(environ):
         return None
     if (tasks := _slurm_tasks(environ)) > 1:

@@ -196,10 +196,7 @@ def optimizer_of(loaded: LoadedExperiment, model: nn.Module) -> torch.optim.Opti
 
 
 def schedule_of(loaded: LoadedExperiment, optimizer: torch.optim.Optimizer, samples: int) -> LRScheduler | None:
-    """The experiment's own schedule for training on so many samples; None where a built-in rule sets the rate.
-
-    Raises UserError.
-    """
+    """The experiment's own schedule for training on so many samples; None where a built-in rule sets the rate."""
     experiment, settings = loaded.experiment, loaded.experiment.schedule
     if isinstance(settings, Schedule):
         return None
@@ -215,10 +212,7 @@ def schedule_of(loaded: LoadedExperiment, optimizer: torch.optim.Optimizer, samp
 
 
 def callbacks_of(loaded: LoadedExperiment) -> tuple[list[Callback], list[StepObserver]]:
-    """The callbacks and the step observers in the file's `callbacks`, a list or a function that returns one.
-
-    Raises UserError for anything else.
-    """
+    """The callbacks and the step observers in the file's `callbacks`, a list or a function that returns one."""
     own = loaded.namespace.get("callbacks")
     if own is None or isinstance(own, ModuleType):
         return [], []

@@ -14,10 +14,7 @@ from ddp_core.observe.step import StepBatch, StepObserver
 
 
 class StepProfiler(StepObserver, AbstractContextManager["StepProfiler"]):
-    """Traces the steps of `window` ('first:last', counted from 1) into `trace/rank-N.json`.
-
-    Raises UserError for a window of another form.
-    """
+    """Traces the steps of `window` ('first:last', counted from 1) into `trace/rank-N.json`."""
 
     def __init__(self, window: str, directory: Path, rank: int) -> None:
         self._first, self._last = parse_window(window)
