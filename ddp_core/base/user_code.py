@@ -68,8 +68,12 @@ class user_code(contextlib.AbstractContextManager["user_code"]):
             return
         if is_way_out(error):
             raise left_early(error, self.what).with_traceback(trace) from None
-        if isinstance(error, StopIteration):
-            raise _at_an_end(error, self.what).with_traceback(trace) from None
+        if isinstance(error, StopIteration):  # any iterator or generator on its way would take it for its own
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise UserError(
+                f"{frame.filename}:{frame.lineno}: {self.what} raised StopIteration, as next() does at an iterator's "
+                "end: begin the iterator anew there, or raise another exception"
+            ).with_traceback(trace) from None
         _mark(error, self.what)
 
 
@@ -95,15 +99,6 @@ def left_early(error: BaseException, what: str) -> LeftEarly:
     )
     _mark(early, what)
     return early
-
-
-def _at_an_end(error: StopIteration, what: str) -> UserError:
-    """The error in the place of a StopIteration, which any iterator or generator on its way would take for its own."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return UserError(
-        f"{frame.filename}:{frame.lineno}: {what} raised StopIteration, as next() does at an iterator's end: begin "
-        "the iterator anew there, or raise another exception"
-    )
 
 
 @contextlib.contextmanager

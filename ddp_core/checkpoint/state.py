@@ -197,7 +197,11 @@ class Snapshots:
                 aside.append((buffer, tensor))
             else:
                 self._left.append((buffer, tensor))
-        self._copy_now(at_once)
+        # Host memory at once, and CUDA tensors on their current stream, where they may change right after it.
+        if at_once:
+            foreach_copy_([buffer for buffer, _ in at_once], [tensor for _, tensor in at_once], non_blocking=True)
+        devices = {tensor.device for _, tensor in at_once if tensor.is_cuda}
+        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
         self._copy_aside(aside)
         self._missing, self._failed = len(self._left), False
         if self._missing:
@@ -239,13 +243,6 @@ class Snapshots:
         for device, copied, _ in self._aside:
             torch.cuda.current_stream(device).wait_event(copied)
         self._aside = []
-
-    def _copy_now(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Copy host memory at once, and CUDA tensors on their current stream, where they may change right after it."""
-        if pairs:
-            foreach_copy_([buffer for buffer, _ in pairs], [tensor for _, tensor in pairs], non_blocking=True)
-        devices = {tensor.device for _, tensor in pairs if tensor.is_cuda}
-        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def _copy_aside(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Copy CUDA tensors on a stream of their own, once all is done that the current stream has been given."""
