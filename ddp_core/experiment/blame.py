@@ -13,7 +13,7 @@ from torch.distributed import DistError
 from ddp_core.base.errors import ExitCode, UserError, internal
 from ddp_core.base.refusals import refusal
 from ddp_core.base.user_code import LeftEarly, RaisedElsewhere, told, users
-from ddp_core.distributed.nccl_errors import lack_of
+from ddp_core.observe.lost_peers import lack_of
 
 # Threads of ours call the user's code through concurrent.futures.
 _NOT_USERS = tuple(f"{Path(file).parent}/" for file in (Path(__file__).parent, torch.__file__, futures.__file__))
