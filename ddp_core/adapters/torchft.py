@@ -29,7 +29,7 @@ from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.one_level import plan_for, sum_in_one_level
 
 from . import imports_of
-from .repeat_check import is_due
+from .micro_steps import is_due
 
 with imports_of("torchft", "torchft", "torchft"):
     from torchft.manager import Manager

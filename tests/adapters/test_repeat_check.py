@@ -1,4 +1,7 @@
-"""One micro-batch of somebody else's loop is computed again, and weights compared: what differs ends the run."""
+"""One micro-batch of somebody else's loop is computed again, and weights compared: what differs ends the run.
+
+Tests adapters/micro_steps.py, too.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from tests.support.commands import ROOT
 
 # By room, files that nobody has seen a fast test fail for when they are broken. The list only gets shorter.
 WITHOUT = {
-    "adapters": "accelerate fabric lightning micro_steps transformers",
+    "adapters": "accelerate fabric lightning transformers",
     "cli": "entry prepare train_command trained_commands words",
     "launch": "agent nodes supervision",
     "live": "launch workers",
