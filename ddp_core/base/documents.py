@@ -83,7 +83,7 @@ def parse_document(content: bytes | str, kind: type[_Kind], form: str | None = N
 def require_kind(document: Any, kind: type[_Kind]) -> _Kind:
     """The document itself, if it is of the kind. Raises BadDocument, which names the first field that is not."""
     try:
-        _VALIDATOR(kind).validate_python(document, strict=True)
+        _VALIDATOR(kind).validate_python(document, strict=True)  # type: ignore[arg-type]  # classes are hashable
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         # Names come from the document, too.

@@ -18,6 +18,7 @@ from ddp_core.data.splits import InMemory, Splits, content_digest
 BOOK = Path(__file__).parent / "texts" / "alice.txt"
 _SHA256 = "99e53cbb0aeb274344a254733db996ca2d05d5fcd10fc0ca02d6966f2b2bc961"
 
+
 def characters(length: int = 64, stride: int = 32, test_share: float = 0.1) -> Splits:
     """`Alice's Adventures in Wonderland`: inputs int64 [length] in 0..127, targets int64 [length], the next ones.
 

@@ -136,9 +136,7 @@ def digest_files(files: Sequence[Path], budget: int = MOST_BYTES) -> DataDigest:
             read = _within(budget, sizes)
             digests = dict(zip(read, pool.map(sha256_of, [paths[number] for number in read]), strict=True))
     except OSError as error:
-        raise UserError(
-            f"data file {error.filename} cannot be read: {error.strerror}", ExitCode.RESOURCES
-        ) from None
+        raise UserError(f"data file {error.filename} cannot be read: {error.strerror}", ExitCode.RESOURCES) from None
     parts = {
         path.relative_to(root).as_posix(): digests.get(number, f"{size} bytes")
         for number, (path, size) in enumerate(zip(paths, sizes, strict=True))

@@ -91,7 +91,7 @@ def resolve(loaded: LoadedExperiment, kind: Kind, name: str) -> Callable[..., An
     brought = _BROUGHT.get(kind, {})
     if name in brought:
         place = brought[name]
-        return getattr(import_module(place), name) if isinstance(place, str) else place  # type: ignore[no-any-return]
+        return getattr(import_module(place), name) if isinstance(place, str) else place
     if own is not None and not isinstance(own, ModuleType):
         raise UserError(
             f"experiment {loaded.experiment.name}: `{name}` in {loaded.path} is a {type(own).__name__}; "
