@@ -34,7 +34,7 @@ from benchmarks.reduction import on_ranks
 from benchmarks.sharded import LAYERS, ROWS, WARM_UP, WIDTH
 from benchmarks.turns import rotated
 from ddp_core.base.process import return_large_blocks
-from ddp_core.model.transformer import transformer as causal_transformer
+from ddp_core.model.builders import MODELS
 from ddp_core.sharding.blocks import blocks_of
 from ddp_core.sharding.rows import OwnsRows
 from ddp_lab.claims.measuring import wire
@@ -54,7 +54,7 @@ def linear_layers(quick: bool) -> tuple[nn.Module, Tensor]:
 
 def transformer(quick: bool) -> tuple[nn.Module, Tensor]:
     """The model of char_transformer and a micro-batch for it."""
-    net = causal_transformer(width=512, depth=1 if quick else 8, dropout=0.05)
+    net = MODELS["transformer"](width=512, depth=1 if quick else 8, dropout=0.05)
     return net, torch.randint(0, 128, (SAMPLES, LENGTH))
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from benchmarks.loops import CLASSES, SETTINGS
-from ddp_core.model.builders import resnet18
+from ddp_core.model.builders import MODELS
 
 ARTICLE = "the article's loop"
 ANY = ", any kernel"
@@ -75,7 +75,7 @@ QUICK = {
 def article(steps: int, size: int, samples: int, device: str) -> float:
     """Images per second of the article's loop, without its first ten steps."""
     torch.manual_seed(0)
-    model = resnet18().to(device)
+    model = MODELS["resnet18"]().to(device)
     inputs = torch.randn(samples, 3, size, size).to(device)
     targets = torch.randint(0, CLASSES, (samples,)).to(device)
     criterion = nn.CrossEntropyLoss()

@@ -30,7 +30,7 @@ from benchmarks.gpu import figures
 from benchmarks.loops import CLASSES, SETTINGS
 from ddp_core.base.errors import ExitCode
 from ddp_core.base.torchvision_import import import_torchvision
-from ddp_core.model.builders import resnet18
+from ddp_core.model.builders import MODELS
 from tests.support.processes import Main, ddp, launch
 
 LOADER = "the script's loader alone"
@@ -89,7 +89,7 @@ def batches(folder: Path, workers: int, size: int, batch: int) -> Iterator[list[
 
 def script(folder: str, workers: int, precision: str, size: int, batch: int, steps: int, device: str) -> float:
     """Images per second of the script, without its first tenth; of its loader alone where `precision` is empty."""
-    model = resnet18().to(device)
+    model = MODELS["resnet18"]().to(device)
     if precision == "bf16":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     criterion, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), **SETTINGS)

@@ -35,7 +35,7 @@ from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.building import BuiltExperiment
-from ddp_core.model import builders
+from ddp_core.model.builders import MODELS
 from ddp_core.model.losses import class_hits, cross_entropy
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.heartbeat import Heartbeat
@@ -80,8 +80,7 @@ class Case:
     def build_model(self) -> nn.Module:
         """The model in training mode, the same weights for every contender."""
         torch.manual_seed(0)
-        model: nn.Module = getattr(builders, self.model)()
-        return model.train()
+        return MODELS[self.model]().train()
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets: a sample for each place in `steps + 1` batches, or one batch that is used again."""

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -33,7 +32,7 @@ from ddp_core.observe.step import StepObserver, StepObservers
 
 Kind = Literal["model", "data", "loss", "optimizer", "schedule"]
 
-_BROUGHT: Mapping[Kind, Mapping[str, Callable[..., Any] | str]] = {
+_BROUGHT: Mapping[Kind, Mapping[str, Callable[..., Any]]] = {
     "model": MODELS,
     "data": DATA,
     "loss": LOSSES,
@@ -90,8 +89,7 @@ def resolve(loaded: LoadedExperiment, kind: Kind, name: str) -> Callable[..., An
         return own  # type: ignore[no-any-return]
     brought = _BROUGHT.get(kind, {})
     if name in brought:
-        place = brought[name]
-        return getattr(import_module(place), name) if isinstance(place, str) else place
+        return brought[name]
     if own is not None and not isinstance(own, ModuleType):
         raise UserError(
             f"experiment {loaded.experiment.name}: `{name}` in {loaded.path} is a {type(own).__name__}; "
