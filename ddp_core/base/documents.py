@@ -23,6 +23,7 @@ _Kind = TypeVar("_Kind")
 
 MOST_DEPTH = 100
 """Far below the depth at which Python's own recursion ends."""
+_TOO_DEEP = f"nested deeper than {MOST_DEPTH} levels"
 _LONGEST_NUMBER = 300
 _HALF = re.compile("[\\ud800-\\udc7f\\udd00-\\udfff]")
 _SHOWN = 60
@@ -71,13 +72,17 @@ def parse_document(content: bytes | str, kind: type[_Kind], form: str | None = N
     except UnicodeDecodeError as error:
         raise BadDocument(f"not UTF-8 (byte {error.start})") from None
     except RecursionError:
-        raise _too_deep() from None
+        raise BadDocument(_TOO_DEEP) from None
     except ValueError as error:
         raise BadDocument(f"not JSON ({error})") from None
     if form is not None and (not isinstance(document, dict) or document.get("format") != form):
         raise BadDocument(f"not of format {form}")
     _require_shallow(document)
-    return require_kind(_writable(document) if "\\u" in text else document, kind)
+    if "\\u" in text:
+        # Halves of surrogate pairs, which no stream can write, are left out, unless they stand for a byte.
+        written = json.dumps(document, ensure_ascii=False)
+        document = _DECODER.decode(_HALF.sub("\N{REPLACEMENT CHARACTER}", written))
+    return require_kind(document, kind)
 
 
 def require_kind(document: Any, kind: type[_Kind]) -> _Kind:
@@ -133,14 +138,4 @@ def _require_shallow(document: Any) -> None:
         ]
         if not level:
             return
-    raise _too_deep()
-
-
-def _too_deep() -> BadDocument:
-    return BadDocument(f"nested deeper than {MOST_DEPTH} levels")
-
-
-def _writable(document: Any) -> Any:
-    """The document without halves of surrogate pairs, which no stream can write, unless they stand for a byte."""
-    text = json.dumps(document, ensure_ascii=False)
-    return _DECODER.decode(_HALF.sub("\N{REPLACEMENT CHARACTER}", text)) if _HALF.search(text) else document
+    raise BadDocument(_TOO_DEEP)

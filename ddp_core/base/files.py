@@ -12,7 +12,6 @@ import hashlib
 import os
 import re
 import secrets
-import stat
 import time
 from pathlib import Path
 from types import TracebackType
@@ -126,23 +125,15 @@ def is_address(named: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(named)
 
 
+# What Path.exists and Path.is_file raise differs from one Python to the next, for a folder without permission, say.
 def is_there(path: Path) -> bool:
     """Whether a file or folder is there and can be reached; False for a name that none can have."""
-    return _mode(path) is not None
+    return os.path.exists(path)  # noqa: PTH110
 
 
 def is_file(path: Path) -> bool:
     """Whether a file is there and can be reached, and is no folder, pipe or device."""
-    mode = _mode(path)
-    return mode is not None and stat.S_ISREG(mode)
-
-
-def _mode(path: Path) -> int | None:
-    # What Path.exists and Path.is_file raise differs from one Python to the next, for a folder without permission, say.
-    try:
-        return path.stat().st_mode
-    except (OSError, ValueError):
-        return None
+    return os.path.isfile(path)  # noqa: PTH113
 
 
 def target_of(name: str) -> str | None:

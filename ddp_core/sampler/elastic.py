@@ -132,24 +132,6 @@ class ElasticSampler(Sampler[int]):
         """The global position at which an iteration would begin now."""
         return 0 if self._for_one_iteration else self.samples_trained
 
-    def _continue(self, epoch: int, samples_trained: int) -> None:
-        """Stand where a loader's state says, for one iteration.
-
-        A loader loads its state only when it is iterated, after the loop has chosen an epoch. A later epoch begins at
-        its first sample, as always with set_epoch. Raises ValueError for an earlier one: nobody resumes to go back.
-        """
-        if self._chosen is not None and self._chosen < epoch:
-            raise ValueError(
-                f"the loader's saved position is in epoch {epoch}, but set_epoch({self._chosen}) was called: call "
-                f"set_epoch({epoch}) before iterating (with Accelerate, on the prepared loader), or start epoch "
-                f"{self._chosen} without loading a position"
-            )
-        if self._chosen is not None and self._chosen > epoch:
-            self._stand_at(self._chosen, 0)
-            return
-        self._stand_at(epoch, samples_trained)
-        self._for_one_iteration = True
-
     def _positions(self, start: int) -> range:
         """The global positions that this rank takes, from `start` to the end of the epoch."""
         return range(start + self.rank, self._stop(start), self.num_replicas)
@@ -213,10 +195,23 @@ class _Iteration:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position that an iteration has reached, on any number of ranks.
 
-        Raises ValueError for another order, and where the loop has chosen an earlier epoch.
+        A loader loads its state only when it is iterated, after the loop has chosen an epoch. A later epoch begins at
+        its first sample, as always with set_epoch. Raises ValueError for an earlier one, as nobody resumes to go back,
+        and for another order.
         """
-        loaded = self._sampler._position_in(state)
-        self._sampler._continue(*loaded)
+        sampler, loaded = self._sampler, self._sampler._position_in(state)
+        epoch, chosen = loaded[0], sampler._chosen
+        if chosen is not None and chosen < epoch:
+            raise ValueError(
+                f"the loader's saved position is in epoch {epoch}, but set_epoch({chosen}) was called: call "
+                f"set_epoch({epoch}) before iterating (with Accelerate, on the prepared loader), or start epoch "
+                f"{chosen} without loading a position"
+            )
+        if chosen is not None and chosen > epoch:
+            sampler._stand_at(chosen, 0)
+        else:
+            sampler._stand_at(*loaded)
+            sampler._for_one_iteration = True
         self._loaded = loaded
 
 
