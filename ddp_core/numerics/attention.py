@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.torch_internals import softmax_gradient
-from ddp_core.numerics.chain_copies import LONGEST
+from ddp_core.numerics.chain_code import LONGEST
 from ddp_core.numerics.chains import chained, chained_into
 from ddp_core.numerics.products import OURS, Kernel
 

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.errors import UserError
-from ddp_core.numerics.chain_code import chain_code
-from ddp_core.numerics.chain_copies import FLOAT, LONGEST, SIZES
+from ddp_core.numerics.chain_code import FLOAT, LONGEST, SIZES, chain_code
 
 _ALONE_UP_TO = 2**22
 """Multiply-adds up to which other threads of Python wait: to let them run, and to wait for them, may take longer."""
