@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
@@ -84,28 +85,24 @@ class DataFile(NewFile):
         """Do nothing, as nothing is buffered here; `torch.save` needs the method."""
 
 
+@dataclass(eq=False)
 class CheckpointFiles:
     """Writes and removes the files of the checkpoints in `directory`; the arguments are those of a `Checkpointer`."""
 
-    def __init__(
-        self,
-        directory: Path,
-        keep_last: int,
-        keep_every: Sequence[int],
-        fence: Fence | Callable[[], object] | None,
-        ranks: Ranks | None,
-        synced_before: Sequence[Path],
-        at: At,
-    ) -> None:
-        self.directory = directory
+    directory: Path
+    _keep_last: int
+    _keep_every: Sequence[int]
+    _fence: Fence | Callable[[], object] | None
+    _ranks: Ranks | None
+    _synced_before: Sequence[Path]
+    _at: At
+    held: frozenset[int] = frozenset()
+    """Checkpoints of these steps stay, too, beside the newest ones, those of `keep_every`, and the best one."""
+
+    def __post_init__(self) -> None:
         # What lies in a run directory is reached through no link beneath it, such as its folder of checkpoints.
-        is_in_run = isinstance(fence, Fence) and directory.is_relative_to(fence.directory)
-        self.root = fence.directory if isinstance(fence, Fence) and is_in_run else directory
-        self._synced_before = synced_before
-        self._keep_last, self._keep_every = keep_last, keep_every
-        self.held: frozenset[int] = frozenset()
-        """Checkpoints of these steps stay, too, beside the newest ones, those of `keep_every`, and the best one."""
-        self._fence, self._ranks, self._at = fence, ranks, at
+        is_in_run = isinstance(self._fence, Fence) and self.directory.is_relative_to(self._fence.directory)
+        self.root = self._fence.directory if isinstance(self._fence, Fence) and is_in_run else self.directory
 
     def only_writer(self) -> AbstractContextManager[None]:
         """A block during which no other process may write; raises Superseded where this process may not."""

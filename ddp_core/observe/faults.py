@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -49,20 +50,13 @@ class Fault:
     @classmethod
     def parse(cls, text: str) -> Fault:
         """The fault that `text` names. Raises UserError, with the expected form, where it names none."""
-        kind, _, place = text.partition("@")
-        step, _, rank = place.partition(":")
-        first = step.removesuffix("+")
-        if (
-            kind not in KINDS
-            or not first.isdigit()
-            or not (rank or "0").isdigit()
-            or (first != step and kind != "flip")
-        ):
+        found = re.fullmatch(rf"({'|'.join(KINDS)})@([0-9]+)(\+?)(?::([0-9]*))?", text)
+        if found is None or (found[3] and found[1] != "flip"):
             raise UserError(
                 f"--fault {text}: expected KIND@STEP[:RANK] with KIND one of {', '.join(KINDS)}, "
                 "or flip@STEP+[:RANK] for a flip in every step from STEP on"
             )
-        return cls(kind, int(first), int(rank or 0), first != step)
+        return cls(found[1], int(found[2]), int(found[4] or 0), bool(found[3]))
 
     def __str__(self) -> str:
         return f"{self.kind}@{self.step}{'+' if self.goes_on else ''}:{self.rank}"
