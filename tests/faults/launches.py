@@ -15,7 +15,7 @@ import psutil
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.distributed.world import free_port
 from tests.faults.scenarios import Event, Place
-from tests.support.commands import Forked, ddp, forked_as, trained, wait_until
+from tests.support.commands import Forked, forked_as, train, trained, wait_until
 from tests.support.processes import HANG
 
 DOTS = str(Path(__file__).parent / "experiment_files" / "dots.py")
@@ -272,9 +272,7 @@ class Watch:
 
 def undisturbed(output: Path, *words: str) -> str:
     """The digest of the weights of `dots`, trained by one process without any fault."""
-    ended = ddp("train", DOTS, "--device", "cpu", "--output", output, *words)
-    assert ended.code == 0, ended.errors
-    return str(trained(output)[1]["weights_sha256"])
+    return str(train(output, DOTS, *words)["weights_sha256"])
 
 
 def check_aftermath(output: Path, digest: str, steps: int = 80) -> dict[str, Any]:
