@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from ddp_core.trainers.testimony import Sums, Testimony
+from ddp_core.trainers.job import Sums, Testimony
 
 ADDRESS = "DDP_REPEATER"
 """The variable that names the repeater's socket."""
@@ -27,7 +27,7 @@ def connected() -> Connection:
 
 
 class OverSocket:
-    """The witness of a run, which the repeater of this machine is; see `Witness` in ddp_core/trainers/testimony.py."""
+    """The witness of a run, which the repeater of this machine is; see `Witness` in ddp_core/trainers/job.py."""
 
     def __init__(self, run: Path) -> None:
         self._run = run

@@ -36,8 +36,8 @@ from ddp_core.experiment.source import collect
 from ddp_core.numerics.limits import rules_of
 from ddp_core.run.miniature import LIMIT, Miniature
 from ddp_core.run.repeat import Repeated, Training, elsewhere, other_bits
+from ddp_core.trainers.job import Sums, Testimony
 from ddp_core.trainers.noting import first_other, named
-from ddp_core.trainers.testimony import Sums, Testimony
 
 FOLDER = ".rehearsed"
 """In the output folder: a file for each rehearsal whose verdict is kept."""

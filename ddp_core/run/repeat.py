@@ -27,8 +27,8 @@ from ddp_core.config.layout import Layout
 from ddp_core.distributed.reports import without_caller
 from ddp_core.distributed.world import World, free_port, without_launch
 from ddp_core.experiment.request import Request
+from ddp_core.trainers.job import Sums
 from ddp_core.trainers.noting import first_other, read_notes
-from ddp_core.trainers.testimony import Sums
 
 _FORK = multiprocessing.get_context("fork")
 _POLL_SECONDS = 0.01

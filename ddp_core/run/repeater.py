@@ -26,7 +26,7 @@ from ddp_core.distributed.reports import tell_user
 from ddp_core.experiment.request import Request
 from ddp_core.model.optimizers import load_for_optimizers
 from ddp_core.run.asking import ADDRESS, connected
-from ddp_core.trainers.testimony import Testimony
+from ddp_core.trainers.job import Testimony
 
 _ENDING_SECONDS = 5.0
 _FORK = multiprocessing.get_context("fork")

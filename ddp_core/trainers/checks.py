@@ -17,10 +17,9 @@ from torch import Tensor
 from ddp_core.base.digests import fast_digest, first_difference
 from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.trainers.clock import StepClock
-from ddp_core.trainers.job import Job
+from ddp_core.trainers.job import Finding, Job
 from ddp_core.trainers.noting import group_numbers
 from ddp_core.trainers.saving import Saving
-from ddp_core.trainers.testimony import Finding
 from ddp_core.trainers.train_state import TrainState
 
 if TYPE_CHECKING:

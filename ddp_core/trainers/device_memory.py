@@ -6,7 +6,7 @@ import torch
 
 from ddp_core.base.errors import ExitCode
 from ddp_core.distributed.process_group import Collectives
-from ddp_core.trainers.testimony import Finding
+from ddp_core.trainers.job import Finding
 
 
 class DeviceMemory:

@@ -1,6 +1,6 @@
 """When a run has a witness: which save is repeated, who waits for it, and what follows from its answer.
 
-Tests trainers/noting.py and trainers/testimony.py, too.
+Tests trainers/noting.py, too.
 """
 
 from __future__ import annotations
