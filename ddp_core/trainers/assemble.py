@@ -28,9 +28,8 @@ from ddp_core.trainers.passes import Passes, WeightUpdate, require_scalable
 from ddp_core.trainers.retraining import Retraining
 from ddp_core.trainers.saving import Saving
 from ddp_core.trainers.step_losses import LossGate, StepLosses, steps_between_reading
-from ddp_core.trainers.steps import Steps
 from ddp_core.trainers.strategy import Strategy
-from ddp_core.trainers.train_state import TrainState
+from ddp_core.trainers.train_state import Steps, TrainState
 from ddp_core.trainers.witness import Witnessed
 
 

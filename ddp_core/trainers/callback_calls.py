@@ -21,7 +21,7 @@ from ddp_core.observe.callback import Callback, Moment
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
-from ddp_core.trainers.steps import Steps
+from ddp_core.trainers.train_state import Steps
 
 Method = Literal["on_step", "on_epoch", "on_end"]
 

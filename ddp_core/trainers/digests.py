@@ -6,7 +6,7 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
-from ddp_core.trainers.steps import Steps
+from ddp_core.trainers.train_state import Steps
 
 
 class WeightDigests(StepObserver):

@@ -15,8 +15,8 @@ from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.watching import WrittenParameters
 from ddp_core.trainers.evaluation import evaluate
-from ddp_core.trainers.steps import Steps
 from ddp_core.trainers.strategy import Strategy
+from ddp_core.trainers.train_state import Steps
 
 TRIED_BATCHES = 2
 """How many batches an evaluation has where the run is only tried."""

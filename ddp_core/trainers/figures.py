@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
-from ddp_core.trainers.steps import Steps
+from ddp_core.trainers.train_state import Steps
 
 
 class Figures(StepObserver):

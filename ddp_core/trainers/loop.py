@@ -11,8 +11,8 @@ from ddp_core.distributed.stop import ASKED_ELSEWHERE, Regroup, Stopped
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.trainers.passes import WeightUpdate
-from ddp_core.trainers.steps import Steps
 from ddp_core.trainers.strategy import Strategy
+from ddp_core.trainers.train_state import Steps
 
 
 class Loop:

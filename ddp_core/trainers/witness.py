@@ -23,7 +23,7 @@ from ddp_core.trainers.checks import Guard
 from ddp_core.trainers.job import Finding, Job, Sums, Testimony
 from ddp_core.trainers.noting import first_other, named, state_sums
 from ddp_core.trainers.saving import Saving
-from ddp_core.trainers.steps import Steps
+from ddp_core.trainers.train_state import Steps
 
 NOTED = 2
 """So many steps after a save are noted."""
