@@ -16,7 +16,7 @@ WITHOUT = {
     "live": "launch workers",
     "record": "early forking run_json",
     "run": "asking evaluating explaining miniature recovery repeater",
-    "trainers": "digests distributed sharded",
+    "trainers": "distributed sharded",
 }
 
 
