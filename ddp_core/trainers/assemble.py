@@ -18,7 +18,7 @@ from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.callback_calls import CallbackCalls
 from ddp_core.trainers.checks import Guard
 from ddp_core.trainers.clock import StepClock
-from ddp_core.trainers.evaluator import Evaluator
+from ddp_core.trainers.evaluation import Evaluator
 from ddp_core.trainers.figures import Figures, WeightDigests
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.loop import Loop
