@@ -24,9 +24,9 @@ from ddp_core.base.seeds import MicroBatchSeed
 from ddp_core.reduction import ExactReduction, gradient_norm
 from ddp_core.reduction.communication import Channel
 from ddp_core.reduction.contiguous import ContiguousShares
+from ddp_core.reduction.exchange import PointToPoint
 from ddp_core.reduction.flat import Gradients
-from ddp_core.reduction.messages import PointToPoint
-from ddp_core.reduction.one_level import plan_for, sum_in_one_level
+from ddp_core.reduction.ordered_sum import plan_for, sum_in_one_level
 
 from . import imports_of
 from .repeat_check import is_due

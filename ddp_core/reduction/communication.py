@@ -15,7 +15,7 @@ from torch import Tensor
 from ddp_core.base.parting import let_go
 from ddp_core.base.torch_internals import timeout_of
 
-from .backends import carries_host_memory
+from .exchange import carries_host_memory
 from .ordered_sum import OrderedSum
 
 Transfer = Generator[None, None, Tensor]

@@ -17,38 +17,29 @@ level.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Generator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backends import connect, exchange_among, exchange_on, goes_through_host
-from .exchange import Arrival, Exchange, Folding, Gathers, cut, wait_for
-from .host_memory import like_on_host, on_host
-from .messages import PointToPoint
-from .one_level import Plan
-from .ordered_sum import in_two_levels
+from .exchange import (
+    Arrival,
+    Exchange,
+    PointToPoint,
+    connect,
+    cut,
+    exchange_among,
+    exchange_on,
+    goes_through_host,
+    like_on_host,
+    on_host,
+    wait_for,
+)
+from .ordered_sum import Plan, in_two_levels
 
-
-class Parts(Gathers, Protocol):
-    """How the ranks of a group sum their parts and gather them; collectives, phase by phase in one sequence."""
-
-    world_size: int
-
-    def cuts(self, elements: int, dtype: torch.dtype, rounds: int) -> Sequence[slice]:
-        """Each rank's part of flat tensors that are summed in so many rounds: about equal ones.
-
-        All the same, of all elements, where it costs no more that every rank sums all: nothing has to be gathered then.
-        """
-
-    def fold(self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]) -> Folding:
-        """Sum the ranks' flat subtrees `own`, each rank its own part (`cuts`, one for each); return this rank's sums.
-
-        They are those of `plan.rest`, and belong to the caller. `own` is overwritten. `like` shows dtype and device.
-        Raises RuntimeError when a peer is gone or silent for the group's timeout.
-        """
+Folding = Generator[None, None, list[Tensor]]
+"""Sums on their way, in phases as those of an OrderedSum."""
 
 
 def parts_on(group: dist.ProcessGroup | None, groups: tuple[tuple[int, ...], ...], device: torch.device) -> Parts:
@@ -61,34 +52,34 @@ def parts_on(group: dist.ProcessGroup | None, groups: tuple[tuple[int, ...], ...
     through_host = goes_through_host(group, device)
     # The tags below 10 belong to the whole sums, which may be on their way at the same time.
     exchange = exchange_on(group, device, tag=10)
-    in_one = PartsInOneLevel(exchange, through_host)
     if not _are_alike(groups) or through_host:
-        return in_one
+        return PartsInOneLevel(exchange, through_host)
     if not isinstance(exchange, PointToPoint):
         connect(exchange, device)
-    return PartsInTwoLevels(group, groups, device, in_one)
+    return PartsInTwoLevels(exchange, group, groups, device)
 
 
 class Alone:
-    """`Parts` of one rank alone, which has all."""
+    """The parts of one rank alone, which has all; as PartsInOneLevel otherwise."""
 
     rank, world_size = 0, 1
 
     def cuts(self, elements: int, dtype: torch.dtype, rounds: int) -> Sequence[slice]:
-        """See `Parts.cuts`."""
         return [slice(0, elements)]
 
     def fold(self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]) -> Folding:
-        """See `Parts.fold`."""
         yield from ()
         return plan.fold_([(flat, None) for flat in own])
 
     def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
-        """Nothing to do."""
+        pass
 
 
 class PartsInOneLevel:
-    """`Parts` where every rank exchanges with every other; `through_host`: by copies in host memory."""
+    """Parts of sums where every rank exchanges with every other; `through_host`: by copies in host memory.
+
+    What follows are collectives, called phase by phase in one sequence on all ranks.
+    """
 
     def __init__(self, exchange: Exchange, through_host: bool = False) -> None:
         self._exchange, self._through_host = exchange, through_host
@@ -96,7 +87,10 @@ class PartsInOneLevel:
         self.one_round_bytes = exchange.one_round_bytes
 
     def cuts(self, elements: int, dtype: torch.dtype, rounds: int) -> Sequence[slice]:
-        """See `Parts.cuts`."""
+        """Each rank's part of flat tensors that are summed in so many rounds: about equal ones.
+
+        All the same, of all elements, where it costs no more that every rank sums all: nothing has to be gathered then.
+        """
         # Whole subtrees are (W-1) * N elements a round in place of (W-1)/W * N, and save the (W-1)/W * N of gathering.
         extra = (rounds * (self.world_size - 1) - 1) * elements * dtype.itemsize
         if extra <= self.one_round_bytes:
@@ -104,7 +98,11 @@ class PartsInOneLevel:
         return cut(elements, self.world_size, dtype)
 
     def fold(self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]) -> Folding:
-        """See `Parts.fold`. The second phase waits."""
+        """Sum the ranks' flat subtrees `own`, each rank its own part (`cuts`, one for each); return this rank's sums.
+
+        They are those of `plan.rest`, and belong to the caller. `own` is overwritten. `like` shows dtype and device.
+        The second phase waits. Raises RuntimeError when a peer is gone or silent for the group's timeout.
+        """
         device = like.device
         if self._through_host:
             own, like = on_host(own), like.new_empty(0, device="cpu")
@@ -121,7 +119,10 @@ class PartsInOneLevel:
         return [each.to(device) for each in sums]
 
     def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
-        """See `Gathers.gather`. Flat tensors of a device travel one after the other."""
+        """Bring all ranks' parts of flat tensors to every rank, as PointToPoint does it.
+
+        Those of a device travel one after the other.
+        """
         if not self._through_host:
             self._exchange.gather(flats)
             return
@@ -132,18 +133,14 @@ class PartsInOneLevel:
             flat.copy_(copy, non_blocking=True)
 
 
-class PartsInTwoLevels:
-    """`Parts` where ranks of a node add up before nodes exchange; `in_one` is for small and for whole tensors."""
+class PartsInTwoLevels(PartsInOneLevel):
+    """Parts of sums where ranks of a node add up before nodes exchange; small and whole tensors have one level."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        nodes: tuple[tuple[int, ...], ...],
-        device: torch.device,
-        in_one: PartsInOneLevel,
+        self, exchange: Exchange, group: dist.ProcessGroup, nodes: tuple[tuple[int, ...], ...], device: torch.device
     ) -> None:
-        self.rank, self.world_size = group.rank(), group.size()
-        self._in_one, self._nodes = in_one, nodes
+        super().__init__(exchange)
+        self._nodes = nodes
         self._here = next(node for node, members in enumerate(nodes) if self.rank in members)
         self._order = order_of(nodes, self.world_size)
         self._lanes = list(zip(*nodes, strict=True))
@@ -153,20 +150,18 @@ class PartsInTwoLevels:
         self._lane = exchange_among(group, device, self._lanes[self._place], tag=14)
 
     def cuts(self, elements: int, dtype: torch.dtype, rounds: int) -> Sequence[slice]:
-        """See `Parts.cuts`."""
-        nodes = len(self._nodes)
-        messages = max(len(members) * (self.world_size - len(members)) for members in self._nodes)
+        nodes, out = len(self._nodes), len(self._lanes) * (self.world_size - len(self._lanes))
         # What leaves a node in so many rounds, and in those and once more.
-        extra = (rounds * messages - (rounds + 1) * (nodes - 1) / nodes) * elements * dtype.itemsize
-        if extra <= self._in_one.one_round_bytes:
+        extra = (rounds * out - (rounds + 1) * (nodes - 1) / nodes) * elements * dtype.itemsize
+        if extra <= self.one_round_bytes:
             return [slice(0, elements)] * self.world_size
         ranges = cut(elements, self.world_size, dtype)
         return [ranges[self._order.index(rank)] for rank in range(self.world_size)]
 
     def fold(self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]) -> Folding:
-        """See `Parts.fold`. The second phase waits for the node, the third for other nodes."""
-        if are_whole(cuts) or self._cost_of_one_level(cuts, like) <= self._in_one.one_round_bytes:
-            return (yield from self._in_one.fold(own, like, plan, cuts))
+        # The second phase waits for the node, the third for other nodes.
+        if are_whole(cuts) or self._cost_of_one_level(cuts, like) <= self.one_round_bytes:
+            return (yield from super().fold(own, like, plan, cuts))
         within_nodes, across = in_two_levels(plan, self._nodes)
         within = within_nodes[self._here]
         laid = self._laid(cuts)
@@ -186,7 +181,6 @@ class PartsInTwoLevels:
         return sums
 
     def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
-        """See `Gathers.gather`."""
         across, within, moved = [], [], []
         for flat, cuts in flats:
             whole, laid = flat, self._laid(cuts)
@@ -216,8 +210,12 @@ class PartsInTwoLevels:
 
     def _cost_of_one_level(self, cuts: Sequence[slice], like: Tensor) -> float:
         """Bytes that leave a node in addition if every rank sends all others their parts of one subtree."""
-        nodes, most = len(self._nodes), max(map(len, self._nodes))
-        return (most - 1) * (nodes - 1) / nodes * _elements(cuts) * like.element_size()
+        nodes = len(self._nodes)
+        return (len(self._lanes) - 1) * (nodes - 1) / nodes * _elements(cuts) * like.element_size()
+
+
+Parts = Alone | PartsInOneLevel
+"""How the ranks of a group sum their parts and gather them."""
 
 
 def order_of(groups: tuple[tuple[int, ...], ...], world_size: int) -> Sequence[int]:

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from .communication import Channel, Transfer, in_last_phase
 from .flat import fill_, flat_groups, record_use, views_of
-from .one_level import Plan
-from .ordered_sum import OrderedSum
+from .ordered_sum import OrderedSum, Plan
 from .parts import Parts, are_whole
 from .tree import Span, Subtree, merge_
 

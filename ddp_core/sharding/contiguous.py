@@ -18,7 +18,7 @@ from torch import Tensor
 from ddp_core.base.seeds import share_of
 from ddp_core.reduction.communication import Transfer
 from ddp_core.reduction.flat import record_use, scale_
-from ddp_core.reduction.one_level import plan_for
+from ddp_core.reduction.ordered_sum import plan_for
 from ddp_core.reduction.tree import GradientTree, Span, add_, are_siblings
 
 from .parcels import GroupParcel, PartShares

@@ -162,15 +162,15 @@ COLLECTIVES = SimpleNamespace(
     P2POp=_message,
     batch_isend_irecv=_batch,
 )
-"""What `ddp_core.reduction.collectives` takes from torch.distributed."""
+"""What `ddp_core.reduction.exchange` takes from torch.distributed."""
 
 
 def use_threads(patch: pytest.MonkeyPatch, backend: str = "gloo") -> None:
     """From now on exchanges are those of this backend, and collective operations work on groups of threads."""
     patch.setattr(
-        "ddp_core.reduction.backends._backend", lambda group, device: backend if group.size() and device.type else ""
+        "ddp_core.reduction.exchange._backend", lambda group, device: backend if group.size() and device.type else ""
     )
-    patch.setattr("ddp_core.reduction.collectives.dist", COLLECTIVES)
+    patch.setattr("ddp_core.reduction.exchange.dist", COLLECTIVES)
     patch.setattr("ddp_core.reduction.agreement.dist", SimpleNamespace(all_gather_object=_all_gather_object))
     patch.setattr("ddp_core.reduction.communication.carries_host_memory", lambda _: True)
     patch.setattr("ddp_core.reduction.communication.own_group", ThreadGroup.own)
@@ -228,7 +228,7 @@ def on_thread_world(world_size: int, function: Callable[[Any], Any]) -> list[Any
         # Gathers of parameters need no group of their own where all of a rank's collectives are called by its thread.
         patch.setattr("ddp_core.sharding.rows.own_group", lambda group, *asked: GATHERS.append(asked) or group)
         patch.setattr("ddp_core.sharding.rows.gather_by_messages", lambda *_: None)
-        patch.setattr("ddp_core.reduction.backends._backends", lambda _: {"cpu": "gloo"})
+        patch.setattr("ddp_core.reduction.exchange._backends", lambda _: {"cpu": "gloo"})
         _set_thread_isolation_mode(True)
         ProcessLocalGroup.reset()
         try:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ddp_core.base.torch_internals import timeout_of
 from ddp_core.reduction.communication import Channel, CommunicationThreads, Transfer, own_group
-from ddp_core.reduction.messages import PointToPoint
-from ddp_core.reduction.one_level import plan_for, sum_in_one_level
+from ddp_core.reduction.exchange import PointToPoint
+from ddp_core.reduction.ordered_sum import plan_for, sum_in_one_level
 from tests.support.processes import ask
 from tests.support.thread_group import on_threads, use_threads
 

@@ -1,6 +1,6 @@
 """Sums of ranks that are threads: the bits of the tree, however tensors travel and wherever they are cut.
 
-Tests reduction/backends.py, reduction/collectives.py, reduction/messages.py and reduction/one_level.py, too.
+Tests reduction/exchange.py, too.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from ddp_core.base.seeds import share_of
-from ddp_core.reduction import OrderedSum, backends
-from ddp_core.reduction.backends import exchange_among, exchange_on, goes_through_host
-from ddp_core.reduction.messages import PointToPoint
+from ddp_core.reduction import OrderedSum
+from ddp_core.reduction.exchange import PointToPoint, _backend, exchange_among, exchange_on, goes_through_host
 from ddp_core.reduction.ordered_sum import TwoLevels, groups_of
 from ddp_core.reduction.parts import PartsInOneLevel
 from tests.distributed.level_cases import WORLDS, subtrees, wrong_sums
@@ -33,7 +32,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     use_threads(monkeypatch, "nccl" if way == "collectives" else "gloo")
     if way != "messages":
         monkeypatch.setattr(PointToPoint, "one_round_bytes", 1 << 20 if "pieces" in way else -1)
-        monkeypatch.setattr("ddp_core.reduction.one_level._PIECE_ELEMENTS", 64)
+        monkeypatch.setattr("ddp_core.reduction.ordered_sum._PIECE_ELEMENTS", 64)
     if "host memory" in way:
         monkeypatch.setattr("ddp_core.reduction.parts.goes_through_host", lambda *_: True)
         monkeypatch.setattr("ddp_core.reduction.ordered_sum.goes_through_host", lambda *_: True)
@@ -123,7 +122,7 @@ def test_a_rank_that_brings_other_subtrees_than_its_own_is_refused() -> None:
 def test_exchanges_fit_the_backend_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_backend_config", {"the group": "cpu:gloo,cuda:nccl"}.get)
     of_devices: Any = "the group"
-    assert [backends._backend(of_devices, torch.device(kind)) for kind in ("cpu", "cuda")] == ["gloo", "nccl"]
+    assert [_backend(of_devices, torch.device(kind)) for kind in ("cpu", "cuda")] == ["gloo", "nccl"]
     group: Any = ThreadGroup(None, 1, 3)  # type: ignore[arg-type]
     meta = torch.device("meta")
     for backend, device, copied in (("gloo", CPU, False), ("gloo", meta, True), ("other", meta, False)):

@@ -1,7 +1,4 @@
-"""Sums of which each rank gets its part, in two levels, on ranks that are threads: the tree's bits, and few bytes.
-
-Tests reduction/host_memory.py, too.
-"""
+"""Sums of which each rank gets its part, in two levels, on ranks that are threads: the tree's bits, and few bytes."""
 
 from __future__ import annotations
 
@@ -13,10 +10,8 @@ import pytest
 import torch
 
 from ddp_core.base.seeds import share_of
-from ddp_core.reduction.exchange import cut
-from ddp_core.reduction.messages import PointToPoint
-from ddp_core.reduction.one_level import plan_for
-from ddp_core.reduction.ordered_sum import groups_of
+from ddp_core.reduction.exchange import PointToPoint, cut
+from ddp_core.reduction.ordered_sum import groups_of, plan_for
 from ddp_core.reduction.parts import Parts, order_of, parts_on
 from ddp_core.reduction.round_sum import RoundSum
 from tests.distributed.level_cases import WORLDS, leaves_of, subtrees

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_core.reduction.messages import PointToPoint
+from ddp_core.reduction.exchange import PointToPoint
 from ddp_core.reduction.parts import parts_on
 from ddp_core.reduction.round_sum import RoundSum
 from tests.distributed.level_cases import leaves_of, subtrees

@@ -14,7 +14,7 @@ from torch import Tensor
 from ddp_core.base.digests import same_bits
 from ddp_core.base.seeds import share_of
 from ddp_core.reduction import GradientTree, Span, canonical_subtrees, fold, fold_replicas
-from ddp_core.reduction.one_level import Plan, plan_for
+from ddp_core.reduction.ordered_sum import Plan, plan_for
 from tests.support.wording import refusing
 
 quick = settings(deadline=None, max_examples=60)
