@@ -39,11 +39,9 @@ class ContiguousShares:
             ddp.register_comm_hook(self._hook, our_code(_reduce_bucket))
 
     def share(self, micro_batches: int) -> range:
-        """The micro-batches of a step that this rank computes, in order."""
         return share_of(micro_batches, self._rank, self._dealt or self._world_size)
 
     def begin(self, micro_batches: int) -> None:
-        """Start a step."""
         # torch miscounts the backwards of a static graph under no_sync and then reduces too early or never
         # (https://github.com/pytorch/pytorch/pull/187732). Where it looks for unused parameters, it insists that a
         # gradient from under no_sync is still there.
@@ -62,7 +60,6 @@ class ContiguousShares:
 
     @contextlib.contextmanager
     def backward(self, index: int) -> Iterator[None]:
-        """Run forward and backward of micro-batch `index` inside."""
         silence: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._overlapped and index == self._tree.span.stop - 1:
             self._hook.tree = self._tree
@@ -77,7 +74,6 @@ class ContiguousShares:
             self._hook.tree = None
 
     def push(self, statistics: Tensor) -> None:
-        """Take the gradients of the micro-batch that was run, and its batch-norm statistics."""
         if self._overlapped and self._tree.next_leaf == self._tree.span.stop - 1:
             self._tree.next_leaf += 1
         else:
@@ -88,7 +84,6 @@ class ContiguousShares:
             self._statistics.push([statistics])
 
     def finish(self, statistics: Tensor, scale: float) -> None:
-        """Set every `.grad` to the sum over all micro-batches times `scale`, and `statistics` to theirs."""
         if not self._overlapped:
             self._sum_all()
             if self._can_overlap and self._all_used is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -198,7 +199,7 @@ class ExactReduction:
         self._shares.begin(micro_batches)
         self.share = self._shares.share(micro_batches)
         self._has_begun, self._run = True, 0
-        for parameter in self._gradients.parameters:
+        for parameter in itertools.chain(self._gradients.parameters, self._reduced):
             parameter.grad = None
         self._statistics.begin()
         self._foreign.begin(self._statistics.layers)

@@ -40,11 +40,9 @@ class StridedShares:
             self._silence.enter_context(ddp.no_sync())
 
     def share(self, micro_batches: int) -> range:
-        """The micro-batches of a step that this rank computes, in order."""
         return range(self._parts.rank, micro_batches, self._parts.world_size)
 
     def begin(self, micro_batches: int) -> None:
-        """Start a step."""
         self._wait()
         if self._ddp is not None:
             # A collective that DDP would run in the next forward, which a rank with an empty share does not have.
@@ -64,7 +62,6 @@ class StridedShares:
         self._start_round(self._sum_like(statistics), [*gradients, statistics, present])
 
     def finish(self, statistics: Tensor, scale: float) -> None:
-        """Set every `.grad` to the sum over all micro-batches times `scale`, and `statistics` to theirs."""
         self._gradients.refuse_foreign()
         total = self._sum_like(statistics)
         while self._rounds * self._parts.world_size < self._leaves:

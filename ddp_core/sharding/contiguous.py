@@ -35,29 +35,23 @@ class ContiguousPieces(PartShares[GroupParcel]):
     """Sends each flat group in the last backward; a gradient is let go of as soon as it is in a message."""
 
     def share(self, micro_batches: int) -> range:
-        """The micro-batches of a step that this rank computes, in order."""
         return share_of(micro_batches, self._parts.rank, self._parts.world_size)
 
     def begin(self, micro_batches: int) -> None:
-        """Start a step."""
         share = self.share(micro_batches)
         self._tree = GradientTree(micro_batches, share.start, share.stop)
         self._statistics = GradientTree(micro_batches, share.start, share.stop)
         self._used = [[False] * parcel.count for parcel in self._parcels]
         self._totals: collections.deque[torch.futures.Future[Tensor]] = collections.deque()
-        for parcel in self._parcels:
-            parcel.discard()
-        self._turns.begin()
+        self._begin_pass()
         self._under_way = threading.BoundedSemaphore(self.channel.threads)
 
     def backward(self, index: int) -> contextlib.AbstractContextManager[None]:
-        """Run forward and backward of micro-batch `index` inside."""
         return self._opened() if index == self._tree.span.stop - 1 else contextlib.nullcontext()
 
     def push(self, statistics: Tensor) -> None:
-        """Take the gradients of the micro-batch that was run, and its batch-norm statistics."""
         if self._tree.next_leaf == self._tree.span.stop - 1:
-            self._turns.send_rest()
+            self._send_rest()
         else:
             self._tree.push(self.gradients.take())
         if statistics.numel():
@@ -67,7 +61,7 @@ class ContiguousPieces(PartShares[GroupParcel]):
         """Set the `.grad` of this rank's pieces to the sum over all micro-batches times `scale`, and `statistics`."""
         self.gradients.refuse_foreign()
         # A rank without a micro-batch has sent nothing yet.
-        self._turns.send_rest()
+        self._send_rest()
         if statistics.numel():
             own = [tensor for subtree in self._statistics.subtrees for tensor in subtree.tensors if tensor is not None]
             self.channel.sum(own, statistics, self._tree.leaves)

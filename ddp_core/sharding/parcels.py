@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ddp_core.base.user_code import our_code
 from ddp_core.reduction.communication import Channel
@@ -27,7 +28,7 @@ class Parcel(ABC):
     """The gradients of some parameters, which are sent as one flat tensor: `cuts` says which part each rank gets.
 
     A parcel is open while a backward fills it, ready when all its gradients are there or none can come any more, and
-    sent once in each pass (`Turns`).
+    sent once in each pass (`PartShares`).
     """
 
     cuts: Sequence[slice]
@@ -39,6 +40,7 @@ class Parcel(ABC):
     """The number of parameters."""
     is_open = is_ready = is_sent = False
     became_ready: Callable[[], None]
+    _hooks: Sequence[RemovableHandle]
 
     def open(self) -> None:
         """Take the gradients of the backward that follows."""
@@ -64,53 +66,18 @@ class Parcel(ABC):
     def give(self, total: Tensor, used: Sequence[bool]) -> None:
         """Set the `.grad` of what this rank owns to its part of the sum, or to None where a parameter was not used."""
 
-    @abstractmethod
-    def discard(self) -> None:
-        """Forget this rank's sums of the step before."""
-
-    @abstractmethod
     def remove_hooks(self) -> None:
         """Leave the parameters as they were."""
-
-
-class Turns:
-    """Calls `send` with the number of each parcel once in a pass, in sequence: parcel 0 first.
-
-    A parcel is sent as soon as it is ready and those before it are sent. Backward makes gradients from the last layer
-    to the first, so the parcels' sequence should be about that one.
-    """
-
-    def __init__(self, parcels: Sequence[Parcel], send: Callable[[int], None]) -> None:
-        self._parcels, self._send = parcels, send
-        self._next = len(parcels)  # before the first pass, there is nothing to send
-        for parcel in parcels:
-            parcel.became_ready = self.send_ready
-
-    def begin(self) -> None:
-        """All parcels are still to be sent."""
-        self._next = 0
-        for parcel in self._parcels:
-            parcel.is_ready = parcel.is_sent = False
-
-    def send_ready(self) -> None:
-        """Send what is ready, up to the first parcel that is not."""
-        while self._next < len(self._parcels) and self._parcels[self._next].is_ready:
-            # Counted first: what fails in `send` is not sent again.
-            number, self._next = self._next, self._next + 1
-            self._parcels[number].is_sent = True
-            self._send(number)
-
-    def send_rest(self) -> None:
-        """Send the parcels that are not sent yet, complete or not."""
-        for parcel in self._parcels:
-            parcel.complete()
-        self.send_ready()
+        for hook in self._hooks:
+            hook.remove()
 
 
 class PartShares(ABC, Generic[P]):
-    """What both `OwnShares` have in common, which bring the gradients of `parcels`, in sequence, to who owns them.
+    """What both `OwnShares` have in common, which bring the gradients of `parcels` to who owns them.
 
-    `owned` has what this rank owns of each parameter, `gradients` those that backward makes.
+    Parcels are sent in sequence, once in a pass: each as soon as it is ready and those before it are sent. Backward
+    makes gradients from the last layer to the first, so the parcels' sequence should be about that one. `owned` has what
+    this rank owns of each parameter, `gradients` those that backward makes.
     """
 
     def __init__(
@@ -126,7 +93,9 @@ class PartShares(ABC, Generic[P]):
         self._parcels, self._parts = parcels, parts
         self._trained = [each for each in owned if each.is_trained]
         self.reduced: Sequence[nn.Parameter] = [each.tensor for each in self._trained if each.tensor is not None]
-        self._turns = Turns(parcels, self._send)
+        self._next = len(parcels)  # before the first pass, there is nothing to send
+        for parcel in parcels:
+            parcel.became_ready = self._send_ready
 
     def norm(self) -> Tensor:
         """The norm of the whole gradient, as on one process; a collective."""
@@ -140,6 +109,26 @@ class PartShares(ABC, Generic[P]):
     @abstractmethod
     def _send(self, number: int) -> None:
         """Send a parcel in the background."""
+
+    def _begin_pass(self) -> None:
+        """All parcels are still to be sent."""
+        self._next = 0
+        for parcel in self._parcels:
+            parcel.is_ready = parcel.is_sent = False
+
+    def _send_ready(self) -> None:
+        """Send what is ready, up to the first parcel that is not."""
+        while self._next < len(self._parcels) and self._parcels[self._next].is_ready:
+            # Counted first: what fails in `_send` is not sent again.
+            number, self._next = self._next, self._next + 1
+            self._parcels[number].is_sent = True
+            self._send(number)
+
+    def _send_rest(self) -> None:
+        """Send the parcels that are not sent yet, complete or not."""
+        for parcel in self._parcels:
+            parcel.complete()
+        self._send_ready()
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[None]:
@@ -193,14 +182,6 @@ class GroupParcel(Parcel):
         for piece in self._pieces:
             part = total[piece.place.start - self._first : piece.place.stop - self._first]
             piece.tensor.grad = part.view(piece.tensor.shape) if is_used[piece.position] else None
-
-    def discard(self) -> None:
-        for piece in self._pieces:
-            piece.tensor.grad = None
-
-    def remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
     @our_code
     def _made(self, position: int, parameter: Tensor) -> None:

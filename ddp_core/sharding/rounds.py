@@ -60,35 +60,27 @@ class Rounds(PartShares[Parcel]):
         self._under_way: collections.deque[torch.futures.Future[Tensor]] = collections.deque()
 
     def share(self, micro_batches: int) -> range:
-        """The micro-batches of a step that this rank computes, in order."""
         return range(self._parts.rank, micro_batches, self._parts.world_size)
 
     def begin(self, micro_batches: int) -> None:
-        """Start a step."""
         self._wait_for_all_but(0)
         self._leaves, self._rounds, self._notes = micro_batches, 0, None
         self._sums = [
             RoundSum(self._parts, parcel.elements, parcel.like, micro_batches, parcel.cuts) for parcel in self._parcels
         ]
-        for parcel in self._parcels:
-            parcel.discard()
 
     @property
     def idle_passes(self) -> int:
         """How many passes this rank has to run in this step after those of its micro-batches: one or none."""
         return self._idle_rounds if self._needs_passes else 0
 
-    @contextlib.contextmanager
-    def backward(self, index: int) -> Iterator[None]:
+    def backward(self, index: int) -> AbstractContextManager[None]:
         """Run the backward of micro-batch `index` inside, and the forward inside or, without `needs_passes`, before."""
-        with self._one_pass(counts=True):
-            yield
+        return self._one_pass(counts=True)
 
-    @contextlib.contextmanager
-    def idle_pass(self) -> Iterator[None]:
+    def idle_pass(self) -> AbstractContextManager[None]:
         """Run forward and backward of any micro-batch inside, after this rank's own; its gradients do not count."""
-        with self._one_pass(counts=False):
-            yield
+        return self._one_pass(counts=False)
 
     def push(self, statistics: Tensor) -> None:
         """Take the batch-norm statistics of the micro-batch that was run."""
@@ -131,10 +123,10 @@ class Rounds(PartShares[Parcel]):
     @contextlib.contextmanager
     def _one_pass(self, counts: bool) -> Iterator[None]:
         self._counts, self._used = counts, [[]] * len(self._parcels)
-        self._turns.begin()
+        self._begin_pass()
         with self._opened(), self._in_pass():
             yield
-        self._turns.send_rest()
+        self._send_rest()
         self._rounds += 1
 
     def _send(self, number: int) -> None:
