@@ -31,9 +31,9 @@ class Rounds(PartShares[Parcel]):
     """How an ExactReduction deals micro-batches to ranks and brings the gradients of `parcels` together.
 
     At most `under_way` parcels are on their way at a time, and backward waits for more: a slow network must not pile up
-    gradients. Where a forward or backward exchanges parameters (`in_pass` is entered around each),
-    every rank must run the same number of them (`needs_passes`): where the last round of a step has fewer micro-batches
-    than ranks, the other ranks run an `idle_pass`.
+    gradients. Where a forward or backward exchanges parameters (`in_pass` is entered around each), every rank must run
+    the same number of them: where the last round of a step has fewer micro-batches than ranks, the other ranks run an
+    `idle_pass`.
     """
 
     def __init__(
@@ -44,12 +44,11 @@ class Rounds(PartShares[Parcel]):
         parts: Parts,
         channel: Channel,
         under_way: int,
-        needs_passes: bool = False,
-        in_pass: Callable[[], AbstractContextManager[None]] = nullcontext,
+        in_pass: Callable[[], AbstractContextManager[None]] | None = None,
         weights_to_compare: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(parcels, owned, gradients, parts, channel, weights_to_compare)
-        self._under_way_at_most, self._needs_passes, self._in_pass = under_way, needs_passes, in_pass
+        self._under_way_at_most, self._in_pass = under_way, in_pass
         self._sums: list[RoundSum]
         self._notes: LeafSum | None
         """Sums the batch-norm statistics, and for each parameter how many micro-batches have used it."""
@@ -72,10 +71,10 @@ class Rounds(PartShares[Parcel]):
     @property
     def idle_passes(self) -> int:
         """How many passes this rank has to run in this step after those of its micro-batches: one or none."""
-        return self._idle_rounds if self._needs_passes else 0
+        return 0 if self._in_pass is None else self._idle_rounds
 
     def backward(self, index: int) -> AbstractContextManager[None]:
-        """Run the backward of micro-batch `index` inside, and the forward inside or, without `needs_passes`, before."""
+        """Run the backward of micro-batch `index` inside, and the forward inside or, without `in_pass`, before."""
         return self._one_pass(counts=True)
 
     def idle_pass(self) -> AbstractContextManager[None]:
@@ -124,7 +123,7 @@ class Rounds(PartShares[Parcel]):
     def _one_pass(self, counts: bool) -> Iterator[None]:
         self._counts, self._used = counts, [[]] * len(self._parcels)
         self._begin_pass()
-        with self._opened(), self._in_pass():
+        with self._opened(), (self._in_pass or nullcontext)():
             yield
         self._send_rest()
         self._rounds += 1

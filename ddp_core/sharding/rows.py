@@ -112,7 +112,6 @@ class OwnsRows(OwnsPart):
             parts_on(channel.group, channel.ordered_sum.groups, self.device),
             channel,
             _UNDER_WAY,
-            needs_passes=True,
             in_pass=self._wholes.exact_pass,
         )
         self.reduction = ExactReduction(module, micro_batches, process_group=process_group, shares=self._rounds)
