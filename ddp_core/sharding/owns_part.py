@@ -18,11 +18,10 @@ from ddp_core.checkpoint.state import replaced
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.agreement import gathered
 
-from .elementwise import require_elementwise
 from .owned import Owned
 from .ownership import Ownership
 from .shards import refuse_shared_memory
-from .updates import OwnUpdates
+from .updates import OwnUpdates, require_elementwise
 
 
 class OwnsPart(Ownership):

@@ -17,8 +17,7 @@ from ddp_core.reduction.communication import Channel
 from ddp_core.reduction.flat import Gradients, record_use
 from ddp_core.reduction.parts import Parts
 
-from .norm import norm_of_owned
-from .owned import Owned
+from .owned import Owned, norm_of_owned
 from .shards import FlatGroup, Piece, Shards
 
 P = TypeVar("P", bound="Parcel")

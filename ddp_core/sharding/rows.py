@@ -29,12 +29,10 @@ from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.agreement import require_agreement, require_equal_weights
 from ddp_core.reduction.communication import Channel, own_group
 from ddp_core.reduction.flat import Gradients
-from ddp_core.reduction.parts import parts_on
+from ddp_core.reduction.parts import Parts, parts_on
 
-from .block_calls import BlockCalls
-from .block_gather import gather_by_messages
 from .block_parcel import BlockParcel, UnreadMemory
-from .blocks import FEWEST_ELEMENTS, WholeParameters, blocks_of, refusal, refuse_unsuitable
+from .blocks import FEWEST_ELEMENTS, BlockCalls, WholeParameters, blocks_of, refusal, refuse_unsuitable
 from .owned import Rows
 from .owns_part import OwnsPart, first_after_step, whole_on_first
 from .rounds import Rounds
@@ -209,3 +207,42 @@ def _wrapped(
     if blocks and group.size() > 1:
         BlockCalls(module, blocks, group)
     return wrapped
+
+
+def gather_by_messages(
+    parts: Sequence[FSDPModule],
+    group: dist.ProcessGroup,
+    groups: tuple[tuple[int, ...], ...],
+    device: torch.device,
+) -> None:
+    """Let these modules of fully_shard gather by messages on `group` where their parameters are in host memory.
+
+    gloo's own all-gather is a ring, in which every rank's part passes through every other rank; NCCL's knows the nodes.
+    Nothing else sends messages on `group`. For `groups` see `parts_on`.
+    """
+    if device.type == "cpu" and group.size() > 1:
+        gather = _Gather(parts_on(group, groups, device))
+        for part in parts:
+            part.set_custom_all_gather(gather)  # type: ignore[arg-type]
+
+
+class _Gather:
+    """Stands in the place of torch's all-gather."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for all ranks' parts."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fill `output_tensor` with all ranks' parts, one after the other, and wait; `input_tensor` is this rank's."""
+        size = input_tensor.numel()
+        cuts = [slice(rank * size, (rank + 1) * size) for rank in range(group.size())]
+        mine = output_tensor[cuts[group.rank()]]
+        if mine.data_ptr() != input_tensor.data_ptr():
+            mine.copy_(input_tensor)
+        self._parts.gather([(output_tensor, cuts)])

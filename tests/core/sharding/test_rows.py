@@ -1,6 +1,6 @@
 """Parameters that torch's fully_shard cuts between ranks that are threads: gradients and states of one process.
 
-Tests sharding/block_gather.py and sharding/block_parcel.py, too.
+Tests sharding/block_parcel.py, too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import CutTensor
 from ddp_core.sharding import OwnsPieces
-from ddp_core.sharding.block_gather import _Gather, gather_by_messages
-from ddp_core.sharding.rows import OwnsRows
+from ddp_core.sharding.rows import OwnsRows, _Gather, gather_by_messages
 from tests.core.sharding.test_pieces import STEPS, Net, bits, trained
 from tests.support.thread_group import GATHERS, on_thread_world
 
@@ -286,7 +285,7 @@ def test_ranks_that_exchange_host_memory_gather_by_messages(
     """In gloo's ring each part would pass through every other rank."""
     asked: list[Any] = []
     given: list[Any] = []
-    monkeypatch.setattr("ddp_core.sharding.block_gather.parts_on", lambda *each: asked.append(each))
+    monkeypatch.setattr("ddp_core.sharding.rows.parts_on", lambda *each: asked.append(each))
     parts: Any = [SimpleNamespace(set_custom_all_gather=given.append) for _ in range(2)]
     group: Any = SimpleNamespace(size=lambda: ranks)
     gather_by_messages(parts, group, ((0,), (1,)), torch.device(kind))
