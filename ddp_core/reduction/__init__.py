@@ -10,7 +10,7 @@ for a training loop.
 
 What fails in the background is raised where its result is waited for, and by every later exchange of this rank
 (`communication`). The other ranks meet a closed connection once this rank closes its reduction or ends, else the
-timeout of the group. What a step would make depend on the layout is refused on the rank that sees it (`refusal`).
+timeout of the group. What a step would make depend on the layout is refused on the rank that sees it (`watching`).
 """
 
 from .batch_statistics import BatchStatistics

@@ -20,7 +20,7 @@ from ddp_core.base.torch_internals import at_the_end_of_backward, has_hooks, wri
 from ddp_core.base.user_code import our_code
 from ddp_core.checkpoint.state import leaves
 from ddp_core.reduction.agreement import gathered
-from ddp_core.reduction.refusal import DependsOnLayout
+from ddp_core.reduction.watching import DependsOnLayout
 
 FEWEST_ELEMENTS = 64 * 1024
 """A block with fewer elements costs more in messages than its memory is worth."""

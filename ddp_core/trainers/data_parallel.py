@@ -30,9 +30,8 @@ from ddp_core.base.trees import Batch, map_tensors, tensors_of
 from ddp_core.config.cut import BatchCut
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
-from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.tree import add_
-from ddp_core.reduction.watching import ForeignBuffers, TrainedParameters, WrittenParameters
+from ddp_core.reduction.watching import DependsOnLayout, ForeignBuffers, TrainedParameters, WrittenParameters
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.keyed_random import KeyedRandom
 from ddp_core.trainers.passes import InPrecision, Passes

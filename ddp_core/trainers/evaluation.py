@@ -30,8 +30,7 @@ from ddp_core.distributed.process_group import Collectives
 from ddp_core.model.losses import Loss
 from ddp_core.observe.metrics import readable
 from ddp_core.observe.step import StepBatch, StepObserver
-from ddp_core.reduction.refusal import DependsOnLayout
-from ddp_core.reduction.watching import WrittenParameters
+from ddp_core.reduction.watching import DependsOnLayout, WrittenParameters
 from ddp_core.trainers.strategy import Strategy
 from ddp_core.trainers.train_state import Steps
 

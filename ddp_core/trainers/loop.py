@@ -9,7 +9,7 @@ from ddp_core.base.errors import UserError
 from ddp_core.base.keyed_draws import without_key
 from ddp_core.distributed.stop import ASKED_ELSEWHERE, Regroup, Stopped
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
-from ddp_core.reduction.refusal import DependsOnLayout
+from ddp_core.reduction.watching import DependsOnLayout
 from ddp_core.trainers.passes import WeightUpdate
 from ddp_core.trainers.strategy import Strategy
 from ddp_core.trainers.train_state import Steps
