@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -19,25 +20,21 @@ from ddp_core.trainers.step_losses import StepLosses
 from ddp_core.trainers.train_state import TrainState
 
 
+@dataclass(eq=False)
 class Strategy(ABC):
-    """Computes the gradients of a step on one kind of layout, over the model of `state`.
+    """Computes the gradients of a step on one kind of layout, over the model of `state`."""
 
-    `compares_after` tells whether the ranks of a run compare their weights after so many steps; replicas then do, too.
-    """
+    job: Job
+    state: TrainState
+    batches: Batches
+    passes: Passes
+    losses: StepLosses
+    clock: StepClock
+    compares_after: Callable[[int], bool]
+    """Whether the ranks of a run compare their weights after so many steps; replicas then do, too."""
 
-    def __init__(
-        self,
-        job: Job,
-        state: TrainState,
-        batches: Batches,
-        passes: Passes,
-        losses: StepLosses,
-        clock: StepClock,
-        compares_after: Callable[[int], bool],
-    ) -> None:
-        self.job, self.state, self.batches, self.passes = job, state, batches, passes
-        self.losses, self.clock, self.compares_after = losses, clock, compares_after
-        self.seeds = MicroBatchSeed(job.experiment.seed, job.device)
+    def __post_init__(self) -> None:
+        self.seeds = MicroBatchSeed(self.job.experiment.seed, self.job.device)
         self.model.train()
         self.set_up()
 
