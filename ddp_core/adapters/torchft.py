@@ -138,7 +138,7 @@ class _Messages(Channel):
 
     def meet(self, replicas: Any, weights: bytes) -> None:
         """Send between these replicas from now on."""
-        self._exchange, self._weights = PointToPoint(replicas), weights
+        self._exchange, self._weights = PointToPoint(replicas, range(replicas.size())), weights
 
     @contextmanager
     def _telling(self) -> Iterator[PointToPoint]:

@@ -1,8 +1,8 @@
 """How tensors travel between ranks: by single messages, by what several ranks enter together, by host memory.
 
 What gloo does best are sends and receives of single tensors, each under way by itself. NCCL does best what several
-ranks enter together; both ways of that are proved bit for bit over gloo, where they are slower than single messages,
-and neither has run on NCCL with two or more devices yet.
+ranks enter together; that is proved bit for bit over gloo, where it is slower than single messages, and has not run on
+NCCL with two or more devices yet.
 
 gloo sends and receives by address, and knows host memory only. So that several ranks can share a GPU over gloo, what a
 sum is given is copied to the host, sent and added up there, and the sum is copied back. An addition of two numbers has
@@ -43,7 +43,7 @@ class Collected:
 class PointToPoint:
     """Sends and receives between all pairs of members (gloo, and any backend that can send and receive).
 
-    Members are all ranks of a process group, or some; `rank` is the position of this process among them.
+    `members` are ranks of a process group, all or some; `rank` is the position of this process among them.
 
     Messages of one pair with one tag arrive in the sequence in which they were sent. So two exchanges of one group may
     be under way at once, on threads of their own, if their tags differ by two or more: each uses two.
@@ -52,10 +52,9 @@ class PointToPoint:
     one_round_bytes = 256 * 1024
     """Up to so many bytes more are sent where that saves a round: about what a connection carries in this time."""
 
-    def __init__(self, group: dist.ProcessGroup, members: Sequence[int] | None = None, tag: int = 0) -> None:
-        self._group, self._tag = group, tag
-        self._members = range(group.size()) if members is None else members
-        self.rank, self.world_size = self._members.index(group.rank()), len(self._members)
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], tag: int = 0) -> None:
+        self._group, self._members, self._tag = group, members, tag
+        self.rank, self.world_size = members.index(group.rank()), len(members)
         # Each member starts with another peer, so that they do not all send to the same member first.
         self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self.inboxes = Inboxes()
@@ -125,48 +124,10 @@ class Inboxes:
         self._free[inbox.dtype, inbox.device].append(inbox)
 
 
-class CollectiveExchange:
-    """Carries tensors between all ranks of a group by `all_to_all_single` and `all_gather_into_tensor`."""
-
-    one_round_bytes = -1  # all_to_all_single sends every rank another part.
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.rank, self.world_size = group.rank(), group.size()
-
-    def collect(self, own: Sequence[Tensor], like: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
-        """As of PointToPoint."""
-        sizes = [cut.stop - cut.start for cut in cuts]
-        size = sizes[self.rank]
-        # The parts for one member lie together, so that they travel as one.
-        outbox = torch.cat([flat[cut] for cut in cuts for flat in own]) if own else like.new_empty(0)
-        inbox = like.new_empty(sum(counts) * size)
-        dist.all_to_all_single(
-            inbox,
-            outbox,
-            [count * size for count in counts],
-            [len(own) * part for part in sizes],
-            group=self._group,
-        )
-        received = torch.split(inbox, size) if size else [inbox] * sum(counts)
-        return Collected([(tensor, None) for tensor in received])
-
-    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
-        """As of PointToPoint. All parts of a flat tensor travel as large as the largest."""
-        for flat, cuts in flats:
-            sizes = [cut.stop - cut.start for cut in cuts]
-            whole = flat.new_empty((self.world_size, max(sizes)))
-            mine = whole[self.rank]
-            mine[: sizes[self.rank]] = flat[cuts[self.rank]]
-            dist.all_gather_into_tensor(whole.view(-1), mine, group=self._group)
-            for cut, size, part in zip(cuts, sizes, whole, strict=True):
-                flat[cut] = part[:size]
-
-
 class BatchedMessages:
-    """Carries tensors between some ranks of a group, all messages of a round in one batch: NCCL runs it as one kernel.
+    """Carries tensors between ranks of a group, all messages of a round in one batch: NCCL runs it as one kernel.
 
-    All ranks of the group must have taken part in a collective before.
+    All ranks of the group must have taken part in a batch before (`exchange_on`).
     """
 
     one_round_bytes = -1  # Between GPUs, bytes cost more than rounds.
@@ -208,13 +169,18 @@ class BatchedMessages:
             work.wait()
 
 
-Exchange = PointToPoint | CollectiveExchange | BatchedMessages
+Exchange = PointToPoint | BatchedMessages
 """One way to carry tensors between members of a process group."""
 
 
 def exchange_on(group: dist.ProcessGroup, device: torch.device, tag: int = 0) -> Exchange:
-    """The exchange between all ranks of the group for tensors on `device`; for `tag` see `PointToPoint`."""
-    return CollectiveExchange(group) if _backend(group, device) == "nccl" else PointToPoint(group, tag=tag)
+    """The exchange between all ranks of the group for tensors on `device`; a collective."""
+    exchange = exchange_among(group, device, range(group.size()), tag)
+    if isinstance(exchange, BatchedMessages):
+        # NCCL connects ranks in the first batch of all; after that some may send to each other.
+        cuts = [slice(rank, rank + 1) for rank in range(exchange.world_size)]
+        exchange.gather([(torch.zeros(exchange.world_size, device=device), cuts)])
+    return exchange
 
 
 def exchange_among(group: dist.ProcessGroup, device: torch.device, members: Sequence[int], tag: int) -> Exchange:
@@ -222,12 +188,6 @@ def exchange_among(group: dist.ProcessGroup, device: torch.device, members: Sequ
     if _backend(group, device) == "nccl":
         return BatchedMessages(group, members)
     return PointToPoint(group, members, tag)
-
-
-def connect(exchange: Exchange, device: torch.device) -> None:
-    """NCCL connects ranks in the first collective of all; after that some may send to each other."""
-    cuts = [slice(rank, rank + 1) for rank in range(exchange.world_size)]
-    exchange.gather([(torch.zeros(exchange.world_size, device=device), cuts)])
 
 
 def goes_through_host(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -38,7 +38,6 @@ from ddp_core.base.seeds import share_of
 from .exchange import (
     Arrival,
     Exchange,
-    connect,
     cut,
     exchange_among,
     exchange_on,
@@ -194,7 +193,6 @@ class OrderedSum:
         if device.type not in self._exchanges:
             exchange, levels = exchange_on(group, device), None
             if self.groups:
-                connect(exchange, device)
                 levels = TwoLevels(group, self.groups, device)
             self._exchanges[device.type] = exchange, levels
         exchange, levels = self._exchanges[device.type]

@@ -26,8 +26,6 @@ from torch import Tensor
 from .exchange import (
     Arrival,
     Exchange,
-    PointToPoint,
-    connect,
     cut,
     exchange_among,
     exchange_on,
@@ -54,8 +52,6 @@ def parts_on(group: dist.ProcessGroup | None, groups: tuple[tuple[int, ...], ...
     exchange = exchange_on(group, device, tag=10)
     if not _are_alike(groups) or through_host:
         return PartsInOneLevel(exchange, through_host)
-    if not isinstance(exchange, PointToPoint):
-        connect(exchange, device)
     return PartsInTwoLevels(exchange, group, groups, device)
 
 

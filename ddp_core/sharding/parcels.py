@@ -75,8 +75,8 @@ class PartShares(ABC, Generic[P]):
     """What both `OwnShares` have in common, which bring the gradients of `parcels` to who owns them.
 
     Parcels are sent in sequence, once in a pass: each as soon as it is ready and those before it are sent. Backward
-    makes gradients from the last layer to the first, so the parcels' sequence should be about that one. `owned` has what
-    this rank owns of each parameter, `gradients` those that backward makes.
+    makes gradients from the last layer to the first, so the parcels' sequence should be about that one. `owned` has
+    what this rank owns of each parameter, `gradients` those that backward makes.
     """
 
     def __init__(

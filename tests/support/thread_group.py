@@ -130,19 +130,6 @@ def _all_reduce(found: Tensor, op: object, group: ThreadGroup) -> None:
     found.copy_(torch.stack(everyones).amax(0))
 
 
-def _all_to_all(out: Tensor, own: Tensor, receives: Sequence[int], sends: Sequence[int], group: ThreadGroup) -> None:
-    assert (out.numel(), own.numel()) == (sum(receives), sum(sends))
-    works = [group.send([part], peer, -1) for peer, part in enumerate(own.split(list(sends)))]
-    works += [group.recv([part], peer, -1) for peer, part in enumerate(out.split(list(receives)))]
-    for work in works:
-        work.wait()
-
-
-def _all_gather(whole: Tensor, own: Tensor, group: ThreadGroup) -> None:
-    size = [own.numel()] * group.size()
-    _all_to_all(whole, own.repeat(group.size()), size, size, group)
-
-
 def _message(operation: str, tensor: Tensor, group: ThreadGroup, group_peer: int) -> Callable[[], Work]:
     assert tensor.numel()
     assert group_peer != group.rank()
@@ -155,8 +142,6 @@ def _batch(messages: Sequence[Callable[[], Work]]) -> list[Work]:
 
 
 COLLECTIVES = SimpleNamespace(
-    all_to_all_single=_all_to_all,
-    all_gather_into_tensor=_all_gather,
     isend="send",
     irecv="recv",
     P2POp=_message,

@@ -47,7 +47,7 @@ def test_a_sum_that_comes_early_does_not_overwrite_what_is_still_to_be_sent(monk
     group: Any = SlowSender()
     flat = torch.full((4,), LATE)
     # As with a bucket of DDP: the sums arrive where the own tensor lies.
-    exchange = PointToPoint(group)
+    exchange = PointToPoint(group, range(2))
     exchange.one_round_bytes = -1
     monkeypatch.setattr("ddp_core.reduction.exchange.LINE_BYTES", 8)
     sum_in_one_level(exchange, [flat], flat, plan_for(2, 2))

@@ -22,14 +22,14 @@ from tests.support.thread_group import ThreadGroup, on_threads, use_threads
 from tests.support.wording import refusing
 
 CPU = torch.device("cpu")
-WAYS = ["messages", "in pieces", "chunks", "collectives", "host memory", "host memory in pieces"]
+WAYS = ["messages", "in pieces", "chunks", "batches", "host memory", "host memory in pieces"]
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each way for tensors to travel."""
     way = str(request.param)
-    use_threads(monkeypatch, "nccl" if way == "collectives" else "gloo")
+    use_threads(monkeypatch, "nccl" if way == "batches" else "gloo")
     if way != "messages":
         monkeypatch.setattr(PointToPoint, "one_round_bytes", 1 << 20 if "pieces" in way else -1)
         monkeypatch.setattr("ddp_core.reduction.ordered_sum._PIECE_ELEMENTS", 64)
@@ -56,7 +56,7 @@ def test_a_sum_in_rounds_is_whole_on_every_rank_where_that_sends_no_more(monkeyp
     use_threads(monkeypatch)
 
     def cuts(group: Any, limit: int) -> Sequence[slice]:
-        exchange = PointToPoint(group)
+        exchange = PointToPoint(group, range(3))
         exchange.one_round_bytes = limit
         return PartsInOneLevel(exchange).cuts(384, torch.float32, 2)
 
@@ -103,12 +103,12 @@ def test_small_tensors_take_one_round_and_large_ones_two(monkeypatch: pytest.Mon
 def test_two_levels_are_left_out_where_one_round_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
     assert groups_of([range(16)]) == groups_of([[0], [1]]) == groups_of([]) == ()
-    nodes, whole, first = [[0], [1, 2]], 4 * 3840, [4, 4]  # in the first collective all ranks meet
+    nodes, whole = [[0], [1, 2]], 4 * 3840
     # Rank 0 would send its subtree to both others, not half of it to each: that is one subtree more.
     monkeypatch.setattr(PointToPoint, "one_round_bytes", whole)
-    assert bytes_sent(3, nodes, 3840, 3) == [*first, whole, whole]
+    assert bytes_sent(3, nodes, 3840, 3) == [whole, whole]
     monkeypatch.setattr(PointToPoint, "one_round_bytes", whole - 1)
-    assert bytes_sent(3, nodes, 3840, 3) == [*first, whole // 2, whole // 2]
+    assert bytes_sent(3, nodes, 3840, 3) == [whole // 2, whole // 2]
     unlike = ((0,), (1,), (2, 3))
     found = on_threads(4, lambda group: TwoLevels(group, unlike, CPU).cost_of_one_round(torch.empty(3)))
     assert found == [(2 * 2 - 2 * (3 - 1) / 3) * 3 * 4] * 4, "the busiest node counts"
@@ -135,5 +135,5 @@ def test_exchanges_fit_the_backend_and_the_device(monkeypatch: pytest.MonkeyPatc
         assert isinstance(whole, PointToPoint)
         assert whole.one_round_bytes == 256 * 1024
     use_threads(monkeypatch, "nccl")
-    assert type(exchange_on(group, CPU)).__name__ == "CollectiveExchange"
+    assert on_threads(2, lambda each: type(exchange_on(each, CPU)).__name__) == ["BatchedMessages"] * 2
     assert type(exchange_among(group, CPU, [2, 1], tag=6)).__name__ == "BatchedMessages"
