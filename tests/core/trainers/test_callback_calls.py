@@ -1,6 +1,7 @@
 """Callbacks: which moments they are called at, with what, on which ranks, and whose fault it is when they raise.
 
-Tests base/functions.py, observe/callback.py, observe/early_stopping.py, trainers/assemble.py and trainers/figures.py, too.
+Tests base/functions.py, observe/callback.py, observe/early_stopping.py, trainers/assemble.py and
+trainers/figures.py, too.
 """
 
 from __future__ import annotations
