@@ -26,7 +26,9 @@ from ddp_core.reduction.communication import Channel
 from ddp_core.reduction.contiguous import ContiguousShares
 from ddp_core.reduction.exchange import PointToPoint
 from ddp_core.reduction.flat import Gradients
-from ddp_core.reduction.ordered_sum import plan_for, sum_in_one_level
+from ddp_core.reduction.ordered_sum import sum_parts
+from ddp_core.reduction.parts import PartsInOneLevel
+from ddp_core.reduction.tree import plan_for
 
 from . import imports_of
 from .repeat_check import is_due
@@ -152,11 +154,8 @@ class _Messages(Channel):
     def sum(self, own: Sequence[Tensor], out: Tensor, micro_batches: int) -> None:
         """Sum flat tensors over the replicas, as OrderedSum does."""
         with self._telling() as exchange:
-            plan = plan_for(micro_batches, exchange.world_size)
-            if exchange.world_size == 1:
-                plan.add_([(flat, None) for flat in own], out)
-            elif out.numel():
-                sum_in_one_level(exchange, own, out, plan)
+            for _ in sum_parts(PartsInOneLevel(exchange), own, out, plan_for(micro_batches, exchange.world_size)):
+                pass
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """The largest of all replicas, for each number. Raises UserError where these do not fit together."""

@@ -180,7 +180,7 @@ class Channel:
         several = group is not None and group.size() > 1
         self.group = own_group(group, device, timeout) if group is not None and several else None
         self.device = device
-        self.ordered_sum = OrderedSum(self.group, nodes, parts)
+        self._use(OrderedSum(self.group, nodes, parts))
         self.closed = False
         if threads is None:
             threads = OrderedSum.PHASES if self.ordered_sum.groups else 1
@@ -190,6 +190,11 @@ class Channel:
         self.threads = threads
         """So many transfers are under way at a time."""
         self._threads = CommunicationThreads("exact-reduction", threads, device) if several else None
+
+    def _use(self, ordered_sum: OrderedSum) -> None:
+        self.ordered_sum = ordered_sum
+        self.by_parts = ordered_sum.parts_on(self.device)
+        """How tensors on the device are summed of which each rank gets its part."""
 
     @property
     def error(self) -> Exception | None:
@@ -257,7 +262,8 @@ class Channel:
         if (self._threads is None or self._threads.close()) and self.group is not None and dist.is_initialized():
             last: list[object] = [self.group]
             dist.destroy_process_group(self.group)
-            self.group, self.ordered_sum = None, OrderedSum(None)
+            self.group = None
+            self._use(OrderedSum(None))
             if not waits and self.device.type == "cpu":
                 let_go(last)
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from .communication import Channel, Transfer, in_last_phase
 from .flat import fill_, flat_groups, record_use, views_of
-from .ordered_sum import OrderedSum, Plan
+from .ordered_sum import OrderedSum
 from .parts import Parts, are_whole
-from .tree import Span, Subtree, merge_
+from .tree import Plan, Span, Subtree, merge_
 
 
 class RoundSum:
@@ -88,10 +88,11 @@ class LeafSum:
     Collective: every rank makes the same calls in the same order. They are carried out in the background.
     """
 
-    def __init__(self, parts: Parts, channel: Channel, like: Sequence[Tensor], leaves: int) -> None:
+    def __init__(self, channel: Channel, like: Sequence[Tensor], leaves: int) -> None:
         self._channel = channel
         self._groups = flat_groups(like)
         self._like = [[like[position] for position in positions] for positions in self._groups]
+        parts = channel.by_parts
         self._sums = [RoundSum(parts, sum(map(Tensor.numel, group)), group[0], leaves) for group in self._like]
         # A group is laid end to end only when its turn has come: copies of gradients must not pile up.
         self._under_way = threading.BoundedSemaphore(OrderedSum.PHASES)

@@ -18,7 +18,6 @@ from ddp_core.base.torch_internals import keep_static_graph_from_reducing, rebui
 
 from .communication import Channel
 from .flat import Gradients, scale_gradients_
-from .parts import parts_on
 from .round_sum import LeafSum
 
 
@@ -29,9 +28,7 @@ class StridedShares:
     """
 
     def __init__(self, ddp: DistributedDataParallel | None, gradients: Gradients, channel: Channel) -> None:
-        assert channel.group is not None
         self._ddp, self._gradients, self._channel = ddp, gradients, channel
-        self._parts = parts_on(channel.group, channel.ordered_sum.groups, channel.device)
         self._leaves = self._rounds = 0
         self._sum: LeafSum | None = None
         self._under_way: list[torch.futures.Future[Tensor]] = []
@@ -40,7 +37,7 @@ class StridedShares:
             self._silence.enter_context(ddp.no_sync())
 
     def share(self, micro_batches: int) -> range:
-        return range(self._parts.rank, micro_batches, self._parts.world_size)
+        return range(self._channel.by_parts.rank, micro_batches, self._channel.by_parts.world_size)
 
     def begin(self, micro_batches: int) -> None:
         self._wait()
@@ -64,7 +61,7 @@ class StridedShares:
     def finish(self, statistics: Tensor, scale: float) -> None:
         self._gradients.refuse_foreign()
         total = self._sum_like(statistics)
-        while self._rounds * self._parts.world_size < self._leaves:
+        while self._rounds * self._channel.by_parts.world_size < self._leaves:
             self._start_round(total, None)
         *sums, summed_statistics, used = total.totals()
         self._wait()
@@ -78,8 +75,6 @@ class StridedShares:
         """Let DDP send gradients by itself again, and hold the process group no longer."""
         self._silence.close()
         self._sum = None
-        if not self._channel.closed:
-            del self._parts
 
     def _sum_like(self, statistics: Tensor) -> LeafSum:
         """The sum of this step, made for its first leaf; a leaf is all gradients and the two tensors below."""
@@ -88,7 +83,7 @@ class StridedShares:
             present = torch.empty(len(parameters), device=self._channel.device)
             # The last two are the batch-norm statistics, and for each parameter how many micro-batches have used it.
             leaf = [*(parameter.detach() for parameter in parameters), statistics, present]
-            self._sum = LeafSum(self._parts, self._channel, leaf, self._leaves)
+            self._sum = LeafSum(self._channel, leaf, self._leaves)
         return self._sum
 
     def _start_round(self, total: LeafSum, leaf: Sequence[Tensor | None] | None) -> None:

@@ -18,8 +18,7 @@ from torch import Tensor
 from ddp_core.base.seeds import share_of
 from ddp_core.reduction.communication import Transfer
 from ddp_core.reduction.flat import record_use, scale_
-from ddp_core.reduction.ordered_sum import plan_for
-from ddp_core.reduction.tree import GradientTree, Span, add_, are_siblings
+from ddp_core.reduction.tree import GradientTree, Span, add_, are_siblings, plan_for
 
 from .parcels import GroupParcel, PartShares
 from .shards import FlatGroup
@@ -35,7 +34,7 @@ class ContiguousPieces(PartShares[GroupParcel]):
     """Sends each flat group in the last backward; a gradient is let go of as soon as it is in a message."""
 
     def share(self, micro_batches: int) -> range:
-        return share_of(micro_batches, self._parts.rank, self._parts.world_size)
+        return share_of(micro_batches, self.channel.by_parts.rank, self.channel.by_parts.world_size)
 
     def begin(self, micro_batches: int) -> None:
         share = self.share(micro_batches)
@@ -73,7 +72,7 @@ class ContiguousPieces(PartShares[GroupParcel]):
         flags = [float(is_used) for of_parcel in self._used for is_used in of_parcel]
         counts = torch.tensor(flags, device=self.channel.device)
         # A count per rank is one leaf of a tree over ranks; small integers add exactly.
-        self.channel.sum([counts], counts, self._parts.world_size)
+        self.channel.sum([counts], counts, self.channel.by_parts.world_size)
         self._give(totals, counts)
 
     def _send(self, number: int) -> None:
@@ -93,8 +92,8 @@ class ContiguousPieces(PartShares[GroupParcel]):
             if not parcel.elements:
                 return group.empty()
             with self._under_way:
-                plan = plan_for(tree.leaves, self._parts.world_size)
-                (total,) = yield from self._parts.fold(own, parcel.like, plan, group.cuts)
+                plan = plan_for(tree.leaves, self.channel.by_parts.world_size)
+                (total,) = yield from self.channel.by_parts.fold(own, parcel.like, plan, group.cuts)
                 return total
 
         self._totals.append(self.channel.submit(job(), group.flat))

@@ -114,7 +114,7 @@ class Rows(Owned):
 
 
 @torch.no_grad()
-def norm_of_owned(owned: Sequence[Owned], channel: Channel, world_size: int) -> Tensor:
+def norm_of_owned(owned: Sequence[Owned], channel: Channel) -> Tensor:
     """The Euclidean norm of the whole gradient: a float64 scalar on the gradients' device, the same on every rank.
 
     `owned` are those of all trained parameters, in the sequence of `module.parameters()`. A collective of the channel.
@@ -140,7 +140,7 @@ def norm_of_owned(owned: Sequence[Owned], channel: Channel, world_size: int) -> 
             whole_blocks.append((begins[number] + first, own[first * BLOCK - start : last - start]))
     put_block_sums(sums, whole_blocks)
     # One rank at most has a number in each place, and zeros change none.
-    channel.sum([both], both, world_size)
+    channel.sum([both], both, channel.by_parts.world_size)
     numbers = (begins[number] + block for number, block in cut)
     put_block_sums(sums, zip(numbers, table.split(BLOCK), strict=bool(cut)))
     return norm_of(sums)

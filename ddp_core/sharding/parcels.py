@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from ddp_core.base.user_code import our_code
 from ddp_core.reduction.communication import Channel
 from ddp_core.reduction.flat import Gradients, record_use
-from ddp_core.reduction.parts import Parts
 
 from .owned import Owned, norm_of_owned
 from .shards import FlatGroup, Piece, Shards
@@ -84,12 +83,11 @@ class PartShares(ABC, Generic[P]):
         parcels: Sequence[P],
         owned: Sequence[Owned],
         gradients: Gradients,
-        parts: Parts,
         channel: Channel,
         weights_to_compare: dist.ProcessGroup | None,
     ) -> None:
         self.gradients, self.channel, self.weights_to_compare = gradients, channel, weights_to_compare
-        self._parcels, self._parts = parcels, parts
+        self._parcels = parcels
         self._trained = [each for each in owned if each.is_trained]
         self.reduced: Sequence[nn.Parameter] = [each.tensor for each in self._trained if each.tensor is not None]
         self._next = len(parcels)  # before the first pass, there is nothing to send
@@ -98,7 +96,7 @@ class PartShares(ABC, Generic[P]):
 
     def norm(self) -> Tensor:
         """The norm of the whole gradient, as on one process; a collective."""
-        return norm_of_owned(self._trained, self.channel, self._parts.world_size)
+        return norm_of_owned(self._trained, self.channel)
 
     def close(self) -> None:
         """Take the hooks away."""

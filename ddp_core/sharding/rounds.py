@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ddp_core.reduction.communication import Channel, Transfer, in_last_phase
 from ddp_core.reduction.flat import Gradients, scale_
-from ddp_core.reduction.parts import Parts
 from ddp_core.reduction.round_sum import LeafSum, RoundSum
 
 from .owned import Owned
@@ -41,13 +40,12 @@ class Rounds(PartShares[Parcel]):
         parcels: Sequence[Parcel],
         owned: Sequence[Owned],
         gradients: Gradients,
-        parts: Parts,
         channel: Channel,
+        weights_to_compare: dist.ProcessGroup | None,
         under_way: int,
         in_pass: Callable[[], AbstractContextManager[None]] | None = None,
-        weights_to_compare: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(parcels, owned, gradients, parts, channel, weights_to_compare)
+        super().__init__(parcels, owned, gradients, channel, weights_to_compare)
         self._under_way_at_most, self._in_pass = under_way, in_pass
         self._sums: list[RoundSum]
         self._notes: LeafSum | None
@@ -59,13 +57,14 @@ class Rounds(PartShares[Parcel]):
         self._under_way: collections.deque[torch.futures.Future[Tensor]] = collections.deque()
 
     def share(self, micro_batches: int) -> range:
-        return range(self._parts.rank, micro_batches, self._parts.world_size)
+        return range(self.channel.by_parts.rank, micro_batches, self.channel.by_parts.world_size)
 
     def begin(self, micro_batches: int) -> None:
         self._wait_for_all_but(0)
         self._leaves, self._rounds, self._notes = micro_batches, 0, None
         self._sums = [
-            RoundSum(self._parts, parcel.elements, parcel.like, micro_batches, parcel.cuts) for parcel in self._parcels
+            RoundSum(self.channel.by_parts, each.elements, each.like, micro_batches, each.cuts)
+            for each in self._parcels
         ]
 
     @property
@@ -116,7 +115,7 @@ class Rounds(PartShares[Parcel]):
 
     @property
     def _idle_rounds(self) -> int:
-        rounds, own = -(-self._leaves // self._parts.world_size), len(self.share(self._leaves))
+        rounds, own = -(-self._leaves // self.channel.by_parts.world_size), len(self.share(self._leaves))
         return rounds - max(self._rounds, own)
 
     @contextlib.contextmanager
@@ -142,7 +141,7 @@ class Rounds(PartShares[Parcel]):
 
     def _push_notes(self, leaf: list[Tensor], counts: bool = True) -> None:
         if self._notes is None:
-            self._notes = LeafSum(self._parts, self.channel, leaf, self._leaves)
+            self._notes = LeafSum(self.channel, leaf, self._leaves)
         self._under_way += self._notes.push(leaf if counts else None)
 
     def _wait_for_all_but(self, count: int) -> None:

@@ -107,8 +107,8 @@ class OwnsRows(OwnsPart):
             [BlockParcel(part, by_parameter, own.size(), unread) for part in parts if sent_together(part)],
             list(by_parameter.values()),
             _GradientsOfRows(list(by_parameter.values())),
-            parts_on(channel.group, channel.ordered_sum.groups, self.device),
             channel,
+            None,  # which were compared above
             _UNDER_WAY,
             in_pass=self._wholes.exact_pass,
         )

@@ -279,7 +279,7 @@ def fail_on_one_rank(rank: int, world_size: int, where: str, shares: Shares, nod
                         loss.register_hook(_fail)
                     if failing and last and where == "exchange":
                         exact._channel.ordered_sum.phases = _fail  # type: ignore[method-assign]
-                        getattr(exact._shares, "_parts", exact).fold = _fail
+                        exact._channel.by_parts.fold = _fail  # type: ignore[method-assign]
                     loss.backward()
             exact.finish()
             optimizer.step()

@@ -24,6 +24,7 @@ class Slow:
     """A channel on which nothing arrives before somebody waits for it."""
 
     device = torch.device("cpu")
+    by_parts = parts_on(None, (), device)
 
     def __init__(self) -> None:
         self.under_way = self.most = 0
@@ -53,8 +54,8 @@ def test_no_more_parcels_are_on_their_way_than_are_allowed_and_no_gradient_outli
         group_parcels(shards, 0, gradients),
         owned,
         gradients,
-        parts_on(None, (), channel.device),
         channel,  # type: ignore[arg-type]
+        None,
         UNDER_WAY,
     )
     rounds.begin(3)

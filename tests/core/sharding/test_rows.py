@@ -77,7 +77,7 @@ def test_rows_are_sent_as_the_nodes_lie_and_wait_as_they_were_told() -> None:
         given: dict[str, Any] = {"process_group": group, "timeout": timedelta(seconds=9), "node": nodes[group.rank()]}
         owned: Any = OwnsRows(layer, optimizer, 4, **given)
         channel = owned.reduction._channel
-        told = channel.group.asked[1], channel.ordered_sum.groups, type(owned._rounds._parts).__name__
+        told = channel.group.asked[1], channel.ordered_sum.groups, type(channel.by_parts).__name__
         owned.reduction.close()
         owned.close()
         return told
