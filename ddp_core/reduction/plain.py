@@ -28,7 +28,6 @@ class PlainReduction:
         self.share = share_of(micro_batches, self.rank, self.world_size)
 
     def begin(self, micro_batches: int) -> None:
-        """Start a step of `micro_batches` micro-batches over all ranks."""
         self.share = share_of(micro_batches, self.rank, self.world_size)
         for parameter in self._parameters:
             parameter.grad = None
@@ -44,7 +43,6 @@ class PlainReduction:
         scale_gradients_(self._parameters, scale)
 
     def clip_gradients_(self, max_norm: float) -> Tensor:
-        """Multiply all gradients by max_norm / norm where that is below 1; returns the norm."""
         return nn.utils.clip_grad_norm_(self._parameters, max_norm)
 
     def close(self, waits: bool = True) -> None:

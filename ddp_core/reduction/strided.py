@@ -53,7 +53,6 @@ class StridedShares:
         return contextlib.nullcontext()
 
     def push(self, statistics: Tensor) -> None:
-        """Take the gradients of the micro-batch that was run, and its batch-norm statistics; start to send them."""
         gradients = self._gradients.take()
         present = torch.tensor([float(gradient is not None) for gradient in gradients], device=self._channel.device)
         self._start_round(self._sum_like(statistics), [*gradients, statistics, present])

@@ -69,7 +69,6 @@ class OwnsPart(Ownership):
         self.updates.load_whole_state(state)
 
     def close(self) -> None:
-        """Let go of the optimizer; the module stays as it is."""
         for hook in self.hooks:
             hook.remove()
 

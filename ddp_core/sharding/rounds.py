@@ -81,7 +81,6 @@ class Rounds(PartShares[Parcel]):
         return self._one_pass(counts=False)
 
     def push(self, statistics: Tensor) -> None:
-        """Take the batch-norm statistics of the micro-batch that was run."""
         used = [float(is_used) for of_parcel in self._used for is_used in of_parcel]
         self._push_notes([statistics, torch.tensor(used, device=self.channel.device)])
 

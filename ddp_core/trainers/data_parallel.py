@@ -50,7 +50,6 @@ class DataParallelStrategy(Strategy):
     """
 
     def set_up(self) -> None:
-        """Copy the model to the replicas' devices, and begin their threads."""
         devices = [_device_of(self.job, number) for number in range(self.job.layout.nproc_per_node)]
         turns = {device: threading.Lock() for device in devices if device.type == "cuda"}
         self.replicas = [
@@ -101,12 +100,10 @@ class DataParallelStrategy(Strategy):
         self._reduce(computed)
 
     def retrain(self) -> None:
-        """Let all replicas train what the first one does."""
         for replica in self.replicas:
             replica.retrain(self.model)
 
     def close(self) -> None:
-        """End the threads."""
         for replica in self.replicas:
             replica.thread.shutdown()
 
@@ -267,7 +264,6 @@ class CudaDataParallelStrategy(Strategy):
     """
 
     def set_up(self) -> None:
-        """Wrap the model in nn.DataParallel."""
         devices = [torch.device("cuda", number) for number in range(self.job.layout.nproc_per_node)]
         self.module = nn.DataParallel(InPrecision(self.model, self.passes), device_ids=devices)
         self.device_seeds = [MicroBatchSeed(self.job.experiment.seed, device) for device in devices]

@@ -32,7 +32,6 @@ class DistributedStrategy(SingleStrategy):
     _is_set_up = False
 
     def set_up(self) -> None:
-        """Make the module that is trained, and what adds up its gradients."""
         node, micro_batches = self.job.collectives.world.node_rank, self.batches.cut.micro_batches
         if self.job.options.cuda_graph:
             self.module, group = self.model, dist.group.WORLD
@@ -83,14 +82,12 @@ class DistributedStrategy(SingleStrategy):
         self.send_losses(batch)
 
     def retrain(self) -> None:
-        """Make DDP and the reduction anew, for what is trained now."""
         with self.job.collectives.connecting(self.job.collectives.uses_nccl):
             self.drop()
             self.passes.forget()
             self.set_up()
 
     def clip_gradients(self, max_norm: float) -> None:
-        """Limit the norm of the whole gradient: with shards, the ranks sum their parts of it."""
         self.reduction.clip_gradients_(max_norm)
 
     def settle_buffers(self) -> None:
@@ -113,7 +110,6 @@ class DistributedStrategy(SingleStrategy):
             self.drop()
 
     def drop(self) -> None:
-        """Let go of DDP and the reduction."""
         self.reduction.close(waits=self.job.collectives.waits_to_part)
         del self.reduction, self.module
         gc.collect()
@@ -139,7 +135,6 @@ class PlainDistributedStrategy(DistributedStrategy):
     """With DistributedDataParallel's own sums, or those of one of torch's communication hooks."""
 
     def set_up(self) -> None:
-        """Wrap the model in DistributedDataParallel, and register the experiment's hook."""
         settings, self.module = self.job.experiment.ddp, self.wrapped()
         self.reduction = PlainReduction(self.module, self.batches.cut.micro_batches)
         self.loss_copies = self.job.layout.world_size

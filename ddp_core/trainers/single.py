@@ -19,7 +19,6 @@ class SingleStrategy(Strategy):
     """Adds up the gradients of the micro-batches."""
 
     def set_up(self) -> None:
-        """Make what adds up the gradients."""
         kind = ExactReduction if self.job.is_exact else PlainReduction
         self.reduction = kind(self.model, self.batches.cut.micro_batches)
 
@@ -31,7 +30,6 @@ class SingleStrategy(Strategy):
             yield
 
     def compute_gradients(self, batch: StepBatch) -> None:
-        """Forward and backward of each micro-batch; the reduction adds up the gradients."""
         self.reduction.begin(self.batches.cut.count(batch.samples))
         weight = self.passes.loss_weight(batch.divisor)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
@@ -45,7 +43,6 @@ class SingleStrategy(Strategy):
         self.reduction.finish()
 
     def retrain(self) -> None:
-        """Add up the gradients of what is trained now."""
         self.reduction.close()
         self.passes.forget()
         self.set_up()
