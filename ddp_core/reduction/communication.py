@@ -218,10 +218,6 @@ class Channel:
 
     def sum(self, own: Sequence[Tensor], out: Tensor, micro_batches: int) -> None:
         """Sum flat tensors over ranks, as OrderedSum does; wait for it."""
-        if self._threads is None:
-            with torch.no_grad():
-                self.ordered_sum(own, out, micro_batches)
-            return
 
         def transfer() -> Transfer:
             yield from self.ordered_sum.phases(own, out, micro_batches)

@@ -20,7 +20,7 @@ from ddp_core.base.torch_internals import foreach_copy_, keep_static_graph_from_
 from ddp_core.base.user_code import our_code
 
 from .communication import Channel, Transfer
-from .flat import Gradients, fill_, flat_groups, scale_gradients_, views_of
+from .flat import Gradients, flat_groups, laid_out, views_of
 from .tree import GradientTree, Subtree, add_, are_siblings
 
 
@@ -83,7 +83,7 @@ class ContiguousShares:
         if statistics.numel():
             self._statistics.push([statistics])
 
-    def finish(self, statistics: Tensor, scale: float) -> None:
+    def finish(self, statistics: Tensor) -> None:
         if not self._overlapped:
             self._sum_all()
             if self._can_overlap and self._all_used is None:
@@ -106,7 +106,6 @@ class ContiguousShares:
         if statistics.numel():
             own = [tensor for subtree in self._statistics.subtrees for tensor in subtree.tensors if tensor is not None]
             self._channel.sum(own, statistics, self._tree.leaves)
-        scale_gradients_(self._gradients.parameters, scale)
 
     def _require_gradients(self) -> None:
         """Raise RuntimeError on all ranks for a parameter that no rank has a gradient for.
@@ -148,12 +147,10 @@ class ContiguousShares:
             parameters[position].grad = gradients[-1]
         for group in flat_groups(gradients):
             sums = [gradients[member] for member in group]
-            own = [_flatten([subtree.tensors[present[member]] for member in group], sums) for subtree in subtrees]
-            out = own[-1] if own else torch.cat([gradient.reshape(-1) for gradient in sums])
+            own = [laid_out([subtree.tensors[present[member]] for member in group], sums) for subtree in subtrees]
+            out = own[-1] if own else laid_out(sums, sums)
             self._channel.sum(own, out, self._tree.leaves)
-            sizes = [gradient.numel() for gradient in sums]
-            parts = [part.view(g.shape) for part, g in zip(torch.split(out, sizes), sums, strict=True)]
-            foreach_copy_(sums, parts)
+            foreach_copy_(sums, views_of(out, sums))
 
     def _used_anywhere(self, subtrees: Sequence[Subtree]) -> list[int]:
         """For each parameter, 1 if any micro-batch of any rank has a gradient for it, else 0."""
@@ -224,18 +221,4 @@ def _fold_into_bucket(
         left = stack.pop()
         add_(last.tensors, [left.tensors[position] for position in positions])
         last.span = left.span._replace(stop=last.span.stop)
-    own = []
-    for subtree in stack:
-        flat = torch.empty_like(buffer)
-        fill_(views_of(flat, parameters), [subtree.tensors[position] for position in positions])
-        own.append(flat)
-    return [*own, buffer]
-
-
-def _flatten(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    return torch.cat(
-        [
-            (torch.full_like(shape, -0.0) if tensor is None else tensor).reshape(-1)
-            for tensor, shape in zip(tensors, like, strict=True)
-        ]
-    )
+    return [*(laid_out([each.tensors[position] for position in positions], parameters) for each in stack), buffer]

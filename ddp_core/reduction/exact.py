@@ -25,7 +25,7 @@ from .agreement import (
 from .batch_statistics import BatchStatistics
 from .communication import Channel
 from .contiguous import ContiguousShares
-from .flat import Gradients
+from .flat import Gradients, scale_gradients_
 from .norm import clip_gradients_, gradient_norm
 from .strided import StridedShares
 from .watching import ForeignBuffers, TrainedParameters, WrittenParameters
@@ -46,8 +46,8 @@ class Shares(Protocol):
     def push(self, statistics: Tensor) -> None:
         """Take the gradients of the micro-batch that was run, and its batch-norm statistics."""
 
-    def finish(self, statistics: Tensor, scale: float) -> None:
-        """Set `statistics` to the sum over all micro-batches, and every `.grad` to theirs times `scale`."""
+    def finish(self, statistics: Tensor) -> None:
+        """Set `statistics`, and every `.grad`, to the sum over all micro-batches."""
 
     def close(self) -> None:
         """Leave DDP or the parameters as they were."""
@@ -243,7 +243,8 @@ class ExactReduction:
         self._trained.refuse_changes()
         self._foreign.refuse_changed()
         total = self._statistics.zeros()
-        self._shares.finish(total, scale)
+        self._shares.finish(total)
+        scale_gradients_(self._reduced, scale)
         if self.compares_updates and self._to_compare is not None:
             require_equal_scale(self._channel, scale, self._steps)
         self._statistics.finish(total)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .communication import Channel, Transfer, in_last_phase
-from .flat import fill_, flat_groups, record_use, views_of
+from .flat import flat_groups, laid_out, record_use, views_of
 from .ordered_sum import OrderedSum
 from .parts import Parts, are_whole
 from .tree import Plan, Span, Subtree, merge_
@@ -120,8 +120,7 @@ class LeafSum:
         with self._under_way:
             flat = None
             if tensors is not None:
-                flat = total.empty()
-                fill_(views_of(flat, like), tensors)
+                flat = laid_out(tensors, like)
                 record_use(tensors)
             yield from total.push(flat)
         return like[0]

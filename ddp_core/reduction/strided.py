@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_core.base.torch_internals import keep_static_graph_from_reducing, rebuild_buckets
 
 from .communication import Channel
-from .flat import Gradients, scale_gradients_
+from .flat import Gradients
 from .round_sum import LeafSum
 
 
@@ -57,7 +57,7 @@ class StridedShares:
         present = torch.tensor([float(gradient is not None) for gradient in gradients], device=self._channel.device)
         self._start_round(self._sum_like(statistics), [*gradients, statistics, present])
 
-    def finish(self, statistics: Tensor, scale: float) -> None:
+    def finish(self, statistics: Tensor) -> None:
         self._gradients.refuse_foreign()
         total = self._sum_like(statistics)
         while self._rounds * self._channel.by_parts.world_size < self._leaves:
@@ -67,7 +67,6 @@ class StridedShares:
         statistics.copy_(summed_statistics)
         for parameter, gradient, count in zip(self._gradients.parameters, sums, used.tolist(), strict=True):
             parameter.grad = gradient if count else None
-        scale_gradients_(self._gradients.parameters, scale)
         self._sum = None
 
     def close(self) -> None:

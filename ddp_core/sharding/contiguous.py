@@ -8,7 +8,6 @@ Not one machine with `rounds`: this way a rank sends once in a step, in place of
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import threading
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ddp_core.base.seeds import share_of
 from ddp_core.reduction.communication import Transfer
-from ddp_core.reduction.flat import record_use, scale_
+from ddp_core.reduction.flat import record_use
 from ddp_core.reduction.tree import GradientTree, Span, add_, are_siblings, plan_for
 
 from .parcels import GroupParcel, PartShares
@@ -41,7 +40,7 @@ class ContiguousPieces(PartShares[GroupParcel]):
         self._tree = GradientTree(micro_batches, share.start, share.stop)
         self._statistics = GradientTree(micro_batches, share.start, share.stop)
         self._used = [[False] * parcel.count for parcel in self._parcels]
-        self._totals: collections.deque[torch.futures.Future[Tensor]] = collections.deque()
+        self._totals: list[torch.futures.Future[Tensor]] = []
         self._begin_pass()
         self._under_way = threading.BoundedSemaphore(self.channel.threads)
 
@@ -56,19 +55,14 @@ class ContiguousPieces(PartShares[GroupParcel]):
         if statistics.numel():
             self._statistics.push([statistics])
 
-    def finish(self, statistics: Tensor, scale: float) -> None:
-        """Set the `.grad` of this rank's pieces to the sum over all micro-batches times `scale`, and `statistics`."""
+    def finish(self, statistics: Tensor) -> None:
         self.gradients.refuse_foreign()
         # A rank without a micro-batch has sent nothing yet.
         self._send_rest()
         if statistics.numel():
             own = [tensor for subtree in self._statistics.subtrees for tensor in subtree.tensors if tensor is not None]
             self.channel.sum(own, statistics, self._tree.leaves)
-        totals = []
-        while self._totals:
-            # Each is multiplied while the next ones are on their way.
-            totals.append(self._totals.popleft().wait())
-            scale_([totals[-1]], scale)
+        totals, self._totals = [total.wait() for total in self._totals], []
         flags = [float(is_used) for of_parcel in self._used for is_used in of_parcel]
         counts = torch.tensor(flags, device=self.channel.device)
         # A count per rank is one leaf of a tree over ranks; small integers add exactly.

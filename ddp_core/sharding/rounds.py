@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_core.reduction.communication import Channel, Transfer, in_last_phase
-from ddp_core.reduction.flat import Gradients, scale_
+from ddp_core.reduction.flat import Gradients
 from ddp_core.reduction.round_sum import LeafSum, RoundSum
 
 from .owned import Owned
@@ -84,8 +84,8 @@ class Rounds(PartShares[Parcel]):
         used = [float(is_used) for of_parcel in self._used for is_used in of_parcel]
         self._push_notes([statistics, torch.tensor(used, device=self.channel.device)])
 
-    def finish(self, statistics: Tensor, scale: float) -> None:
-        """Set the `.grad` of what this rank owns to the sum over all micro-batches times `scale`, and `statistics`.
+    def finish(self, statistics: Tensor) -> None:
+        """Set the `.grad` of what this rank owns, and `statistics`, to the sum over all micro-batches.
 
         Raises RuntimeError where an idle pass is missing, in which the other ranks wait for this one.
         """
@@ -106,10 +106,7 @@ class Rounds(PartShares[Parcel]):
         summed_statistics, counts = self._notes.totals()
         self._wait_for_all_but(0)
         statistics.copy_(summed_statistics)
-        sums = [future.wait() for future in totals]
-        for total in sums:
-            scale_([total], scale)
-        self._give(sums, counts)
+        self._give([future.wait() for future in totals], counts)
         self._sums, self._notes = [], None
 
     @property
