@@ -1,7 +1,7 @@
 """Sums of which each rank gets a part of its own, and the way back: all ranks' parts for every rank.
 
 Where all ranks need the whole sum, both ways follow each other (`ordered_sum`). Where each rank owns a part of the
-parameters, it needs its part of a sum alone. Where ranks exchange after every backward (`round_sum`), each keeps its
+parameters, it needs its part of a sum alone. Where ranks exchange after every backward (`strided`), each keeps its
 part of the partial sums. In one level every rank sends each other its part. The ranks of a node share its link, so that
 p of W ranks send p * (W - p) / W * N elements out of their node for each of their subtrees. In two levels
 (n - 1) / n * N leave each of n nodes, as with a ring, where the node's subtrees add up to one. With p ranks on every

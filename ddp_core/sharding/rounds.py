@@ -2,7 +2,7 @@
 
 Rank r of W computes the micro-batches r, r + W, r + 2W, … In every backward each parcel of gradients is sent as soon as
 it is complete, part r of it to rank r, in the background; then its gradients are freed. The W arrivals are neighbouring
-leaves of the canonical tree, so their owner adds them up and pushes the sums onto a binary counter (`round_sum`): the
+leaves of the canonical tree, so their owner adds them up and pushes the sums onto a binary counter (`strided`): the
 same additions as on one process, in N/W * (log2(M) + 1) elements at most. A rank sends M / W halves of an all-reduce in
 a step, where contiguous shares send one.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ddp_core.reduction.communication import Channel, Transfer, in_last_phase
 from ddp_core.reduction.flat import Gradients
-from ddp_core.reduction.round_sum import LeafSum, RoundSum
+from ddp_core.reduction.strided import LeafSum, RoundSum
 
 from .owned import Owned
 from .parcels import Parcel, PartShares

@@ -23,7 +23,7 @@ from ddp_core.base.digests import optimizer_digest, weights_digest
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.exchange import PointToPoint
 from ddp_core.reduction.parts import Parts
-from ddp_core.reduction.round_sum import RoundSum
+from ddp_core.reduction.strided import RoundSum
 from ddp_core.sharding import OwnsPieces
 
 Shares = Literal["contiguous", "strided"]

@@ -13,7 +13,7 @@ from ddp_core.base.seeds import share_of
 from ddp_core.reduction.exchange import PointToPoint, cut
 from ddp_core.reduction.ordered_sum import groups_of
 from ddp_core.reduction.parts import Parts, order_of, parts_on
-from ddp_core.reduction.round_sum import RoundSum
+from ddp_core.reduction.strided import RoundSum
 from ddp_core.reduction.tree import plan_for
 from tests.distributed.level_cases import WORLDS, leaves_of, subtrees
 from tests.support.thread_group import ThreadGroup, Wires, at_once, on_threads, use_threads
