@@ -27,7 +27,7 @@ from ddp_core.trainers.passes import Passes, WeightUpdate, require_scalable
 from ddp_core.trainers.retraining import Retraining
 from ddp_core.trainers.saving import Saving
 from ddp_core.trainers.step_losses import LossGate, StepLosses, steps_between_reading
-from ddp_core.trainers.strategy import Strategy
+from ddp_core.trainers.strategy import SingleStrategy, Strategy
 from ddp_core.trainers.train_state import Steps, TrainState
 from ddp_core.trainers.witness import Witnessed
 
@@ -156,8 +156,6 @@ def _overlaps(job: Job) -> bool:
 def _strategy_of(job: Job) -> type[Strategy]:
     """The strategy of the job's layout; no other one is loaded."""
     if job.layout.kind == "single":
-        from ddp_core.trainers.single import SingleStrategy
-
         return SingleStrategy
     if Sharding.of(job.layout).is_any:
         from ddp_core.trainers.sharded import ShardedStrategy

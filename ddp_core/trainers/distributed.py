@@ -19,7 +19,7 @@ from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.flat import flat_groups
 from ddp_core.reduction.plain import PlainReduction
-from ddp_core.trainers.single import SingleStrategy
+from ddp_core.trainers.strategy import SingleStrategy
 
 
 class DistributedStrategy(SingleStrategy):
