@@ -17,7 +17,7 @@ from ddp_core.reduction.communication import Channel
 from ddp_core.reduction.flat import Gradients, record_use
 
 from .owned import Owned, norm_of_owned
-from .shards import FlatGroup, Piece, Shards
+from .shards import FlatGroup
 
 P = TypeVar("P", bound="Parcel")
 
@@ -146,15 +146,18 @@ class PartShares(ABC, Generic[P]):
 
 
 class GroupParcel(Parcel):
-    """The gradients of one flat group of whole parameters, watched by hooks on these; `pieces` are this rank's."""
+    """The gradients of one flat group of whole parameters, watched by hooks on these.
+
+    `owned`: what this rank, `rank`, owns of all parameters.
+    """
 
     _missing: set[int]
     """The parameters, by their positions, whose gradients the backward at hand has still to make."""
 
-    def __init__(self, group: FlatGroup, pieces: Sequence[Piece], rank: int, gradients: Gradients) -> None:
+    def __init__(self, group: FlatGroup, owned: Sequence[Owned], rank: int, gradients: Gradients) -> None:
         self.group, self.cuts, self.count = group, group.cuts, len(group.positions)
         self.like, self.elements = group.flat[:0], group.flat.numel()
-        self._pieces, self._first, self._gradients = pieces, group.cuts[rank].start, gradients
+        self._owned, self._first, self._gradients = owned, group.cuts[rank].start, gradients
         self._hooks = [
             gradients.parameters[position].register_post_accumulate_grad_hook(partial(self._made, position))
             for position in group.positions
@@ -175,10 +178,12 @@ class GroupParcel(Parcel):
         return flat
 
     def give(self, total: Tensor, used: Sequence[bool]) -> None:
-        is_used = dict(zip(self.group.positions, used, strict=True))
-        for piece in self._pieces:
-            part = total[piece.place.start - self._first : piece.place.stop - self._first]
-            piece.tensor.grad = part.view(piece.tensor.shape) if is_used[piece.position] else None
+        for position, begin, is_used in zip(self.group.positions, self.group.starts, used, strict=False):
+            own = self._owned[position]
+            if own.tensor is not None:
+                start = begin + own.start - self._first
+                part = total[start : start + own.stop - own.start]
+                own.tensor.grad = part.view(own.tensor.shape) if is_used else None
 
     @our_code
     def _made(self, position: int, parameter: Tensor) -> None:
@@ -193,13 +198,3 @@ class GroupParcel(Parcel):
         if not self._missing:
             self.is_ready = True
             self.became_ready()
-
-
-def group_parcels(shards: Shards, rank: int, gradients: Gradients) -> list[GroupParcel]:
-    """A parcel for each group of the shards, the last group first: backward makes its gradients first."""
-    pieces = shards.pieces(rank)
-    parcels = [
-        GroupParcel(group, [piece for piece in pieces if piece.group == number], rank, gradients)
-        for number, group in enumerate(shards.groups)
-    ]
-    return parcels[::-1]
