@@ -6,7 +6,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Literal, Protocol
 
 import torch
@@ -72,7 +71,7 @@ class OwnShares(Shares, Protocol):
         """The norm of the whole gradient, as `gradient_norm` has it; a collective."""
 
 
-class ExactReduction:
+class ExactReduction(contextlib.AbstractContextManager["ExactReduction"]):
     """Sums the gradients of `micro_batches` micro-batches in the canonical tree, on one process or many.
 
     `module` is a DistributedDataParallel (a communication hook is registered once and for all, and the exchange
@@ -278,10 +277,5 @@ class ExactReduction:
         self._shares.close()
         self._channel.close(waits)
 
-    def __enter__(self) -> ExactReduction:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -65,8 +65,6 @@ class CallbackCalls(StepObserver):
             for position, callback in enumerate(job.parts.callbacks)
             if job.is_first or callback.ranks == "all"
         ]
-        self.has_any = bool(self._callbacks)
-        """Whether this rank has a callback."""
         self._loss: float | None = None
         self._methods: set[Method] = set()
         """In which methods a callback of any rank may ask to end the run."""
@@ -85,13 +83,13 @@ class CallbackCalls(StepObserver):
         methods: tuple[Method, ...] = ("on_step", "on_epoch")
         own = {method for _, callback in self._callbacks for method in methods if overrides(callback, Callback, method)}
         # A list of callbacks may differ between ranks.
-        by_rank = self._job.collectives.gather((own, self.has_any))
+        by_rank = self._job.collectives.gather((own, bool(self._callbacks)))
         self._methods = set().union(*(own for own, _ in by_rank))
         self._first_has_any = by_rank[0][1]
 
     def told(self) -> CallbackProgress | None:
         """What another process needs to know to call the callbacks in the place of rank 0."""
-        if not self._job.is_first or not self.has_any:
+        if not self._job.is_first or not self._callbacks:
             return self._shared
         states = in_host_memory(self._steps.state.states_of_callbacks(), self._job.device)
         return CallbackProgress(self._step, tuple(self._called), self._asked, states)
