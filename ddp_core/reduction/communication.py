@@ -274,7 +274,7 @@ def _future_on(device: torch.device) -> torch.futures.Future[Tensor]:
     return torch.futures.Future(devices=[] if device.type == "cpu" else [device])
 
 
-def own_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> dist.ProcessGroup:
+def own_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """A process group of the same ranks for the communication thread alone: two threads' collectives must not mix."""
     ranks = dist.get_process_group_ranks(group)
     own = dist.new_group(

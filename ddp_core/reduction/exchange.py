@@ -173,9 +173,9 @@ Exchange = PointToPoint | BatchedMessages
 """One way to carry tensors between members of a process group."""
 
 
-def exchange_on(group: dist.ProcessGroup, device: torch.device, tag: int = 0) -> Exchange:
+def exchange_on(group: dist.ProcessGroup, device: torch.device) -> Exchange:
     """The exchange between all ranks of the group for tensors on `device`; a collective."""
-    exchange = exchange_among(group, device, range(group.size()), tag)
+    exchange = exchange_among(group, device, range(group.size()), tag=0)
     if isinstance(exchange, BatchedMessages):
         # NCCL connects ranks in the first batch of all; after that some may send to each other.
         cuts = [slice(rank, rank + 1) for rank in range(exchange.world_size)]
