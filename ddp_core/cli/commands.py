@@ -140,7 +140,7 @@ def audit_(run: Path, as_json: bool, **words: Any) -> int:
     something is not what the record says.
     """
     _quiet()
-    from ddp_core.cli.audit.audit import Report, audit
+    from ddp_core.cli.audit import Report, audit
 
     return audit(run, Report(as_json), **words)
 

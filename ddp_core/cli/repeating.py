@@ -13,7 +13,6 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import is_file
 from ddp_core.cli.prepare import load_with_settings
-from ddp_core.config.layout import LayoutKind
 from ddp_core.config.options import Asked
 from ddp_core.data.data_digest import changed_at
 from ddp_core.distributed.children import Children, error_of
@@ -60,26 +59,19 @@ def train_silently(children: Children, asked: Asked) -> None:
         raise error_of(ended.code, ended.errors.splitlines(), words)
 
 
-def place_of(
-    record: Mapping[str, Any], layout: LayoutKind | None, device: str | None, nproc_per_node: int | None
-) -> dict[str, Any]:
+def place_of(record: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """The options that say where the run is trained again: as recorded, where nothing else is asked for."""
     recorded = record["layout"]
-    kind = layout or recorded["kind"]
+    kind = asked.get("layout") or recorded["kind"]
     count, is_same = recorded["nnodes"] * recorded["nproc_per_node"], kind == recorded["kind"]
     # Another layout has at least two processes or replicas.
     count = 1 if kind == "single" else count if is_same else max(2, count)
-    return {
-        "layout": kind,
-        "device": device or recorded["device"],
-        "nproc_per_node": nproc_per_node or count,
-        "shard": recorded.get("shard", "none") if is_same else "none",
-    }
+    shard = recorded.get("shard", "none") if is_same else "none"
+    where = {"layout": kind, "device": recorded["device"], "nproc_per_node": count, "shard": shard}
+    return where | {name: value for name, value in asked.items() if value}
 
 
-def checked(
-    directory: RunDirectory, record: Mapping[str, Any], where: Mapping[str, Any], data_dir: str | None
-) -> Asked:
+def checked(directory: RunDirectory, record: Mapping[str, Any], where: Mapping[str, Any]) -> Asked:
     """What trains the run again; `where`: the options that say where. Raises UserError and Different."""
     path, options = directory.path, record["options"]
     _require_repeatable(path, record)
@@ -89,13 +81,12 @@ def checked(
         "on_difference": "stop" if broken_promise(record) is None else "warn",
     }
     # The bits of the plain reduction belong to a layout.
-    again |= where if options["reduction"] == "exact" else place_of(record, None, None, None)
-    asked = Asked.model_validate(again | ({"data_dir": data_dir} if data_dir else {}))
+    place = where if options["reduction"] == "exact" else place_of(record, {"data_dir": where.get("data_dir")})
+    asked = Asked.model_validate(again | place)
     for line in _check_code(directory, record):
         print(f"note: {line}")
     _check_data(directory, record, asked)
-    weights = _initial_weights(directory, record)
-    return asked.model_copy(update={"init_from": None if weights is None else str(weights)})
+    return asked.model_copy(update={"init_from": _initial_weights(directory, record)})
 
 
 def _require_repeatable(path: Path, record: Mapping[str, Any]) -> None:
@@ -155,7 +146,7 @@ def _check_data(directory: RunDirectory, record: Mapping[str, Any], asked: Asked
         raise Different(f"different data: {where}; the run trained on other data than these")
 
 
-def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> Path | None:
+def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> str | None:
     """The file with the weights that the run began with, or its copy in the directory; None for random weights.
 
     Raises Different where both are gone, or the file holds other weights.
@@ -169,4 +160,4 @@ def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> Path
         raise Different(f"different start: {weights.file} is gone, whose weights the run began with")
     if weights_digest(read_weights(file)) != weights.sha256:
         raise Different(f"different start: {file} holds other weights than those that the run began with")
-    return file
+    return str(file)

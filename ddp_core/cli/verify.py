@@ -13,7 +13,6 @@ from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.base.shown import shown
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.cli.repeating import Different, checked, other_ddp, place_of, run_in, train_silently
-from ddp_core.config.layout import LayoutKind
 from ddp_core.config.options import Asked
 from ddp_core.distributed.children import Children
 from ddp_core.observe.metrics import read_metrics
@@ -29,58 +28,54 @@ from ddp_core.trainers.noting import first_other, named
 
 
 def verify(named: Path, rebuild: bool = False, **where: Any) -> int:
-    """Verify a run directory or a bundle as `verify_run` does; with `rebuild`, with the bundle's own packages."""
+    """Repeat a run, or a bundle of one, on its layout or another; returns 0 when all that is compared has the same bits.
+
+    That is the weights, their average, and where the promise covers it the optimizer's state and the last evaluation.
+    `rebuild`: with the bundle's own packages. Raises UserError for a run that cannot be repeated, or whose repetition
+    fails.
+    """
     try:
         if rebuild:
             from ddp_core.cli.rebuild import verify_rebuilt
 
             return verify_rebuilt(named, where)
         with run_in(named, lambda what, line: print(line if what == "code" else f"{what}: {line}", flush=True)) as path:
-            return verify_run(path, **where)
+            return _verify(path, **where)
     except ChangedBundle as changed:
         print(f"different bundle: {shown(str(changed))}. Nothing was trained.")
         return DIFFERENT
 
 
-def verify_run(
-    path: Path, layout: LayoutKind | None, device: str | None, nproc_per_node: int | None, data_dir: str | None
-) -> int:
-    """Repeat the run at `path`, on its own layout or another; returns 0 when all that is compared has the same bits.
-
-    That is the weights, their average, and where the promise covers it the optimizer's state and the last evaluation.
-    Raises UserError for a run that cannot be repeated, or whose repetition fails.
-    """
+def _verify(path: Path, **words: Any) -> int:
     directory = RunDirectory(path)
     record = directory.read()
     if record["status"] != "completed":
         raise UserError(
             f"{path} is {record['status']}, so it has no weights to verify; finish it with `--resume {path}`"
         )
-    where = place_of(record, layout, device, nproc_per_node)
+    where = place_of(record, words)
     if record["options"]["reduction"] != "exact" and where["layout"] != record["layout"]["kind"]:
         raise UserError(f"{path} used the plain reduction, whose bits depend on the layout; verify it without --layout")
     if (what := what_broke_it(record)) is not None:
         print(f"note: {what}. The run went on all the same, and its weights are not promised to come out again")
     try:
         line = _line_of(directory, record)
-        asked = [checked(run, of, where, data_dir) for run, of in line]
+        asked = [checked(run, of, where) for run, of in line]
         if (exchanged := exchanged_weights(path, record)) is not None:
             raise Different(f"different file: {exchanged} holds other weights than the record says")
     except Different as difference:
         print(f"{shown(str(difference))}. Nothing was trained.")
         return DIFFERENT
     with Children("ddp-verify-") as children:
-        parent = None
-        for number, ((_, of), one, child) in enumerate(zip(line, asked, [*line[1:], None], strict=True)):
+        parent: RunDirectory | None = None
+        forks = [of["forked_from"] for _, of in line[1:]]
+        for number, ((_, of), one, fork) in enumerate(zip(line, asked, [*forks, None], strict=True)):
             count = "1 process" if one.nproc_per_node == 1 else f"{one.nproc_per_node} processes"
             print(f"training {of['experiment']['name']} again on {one.layout}, {count} …", flush=True)
-            fork = None if child is None else child[1]["forked_from"]
-            output = children.folder / str(number)
-            again = _repeat(children, of, one, output, parent, None if fork is None else fork["step"])
-            if fork is not None:
-                parent = _parent(again, fork)
-                if parent is None:
-                    return DIFFERENT
+            again = _repeat(children, of, one, children.folder / str(number), parent, fork)
+            if fork is not None and not _is_parent(again, fork):
+                return DIFFERENT
+            parent = again
         return _judge(directory, record, again)
 
 
@@ -97,16 +92,16 @@ def _line_of(directory: RunDirectory, record: Mapping[str, Any]) -> list[tuple[R
     return line
 
 
-def _parent(again: RunDirectory, fork: Mapping[str, Any]) -> RunDirectory | None:
-    """The repeated parent, if its weights at the fork are those from which the run branched off; says so."""
+def _is_parent(again: RunDirectory, fork: Mapping[str, Any]) -> bool:
+    """Whether the repeated parent has the weights at the fork from which the run branched off; says so."""
     kept = next((each for each in find_checkpoints(again.checkpoints) if each.step == fork["step"]), None)
     repeated = None if kept is None else weights_digest(read_weights(kept.path))
     print(f"recorded  {fork['weights_sha256']}  its parent at step {fork['step']}")
     print(f"repeated  {repeated}  the parent again")
     if repeated == fork["weights_sha256"]:
-        return again
+        return True
     print(f"different start: trained again, the parent {fork['run']} has other weights at step {fork['step']}")
-    return None
+    return False
 
 
 def _repeat(
@@ -115,14 +110,16 @@ def _repeat(
     asked: Asked,
     output: Path,
     parent: RunDirectory | None,
-    until: int | None,
+    fork: Mapping[str, Any] | None,
 ) -> RunDirectory:
     """Train again, and extend again where the run was extended; returns the run.
 
-    `parent`: from where it branches off. With `until` it is trained so far only, and keeps its checkpoint of that step.
+    `parent`: from where it branches off. `fork`: where the next run of the line does; it is trained so far only, and
+    keeps its checkpoint of that step.
     """
     lengths = [attempt["extended_from"] for attempt in record["attempts"] if "extended_from" in attempt]
     lengths.append(kept_length(record))
+    until = None if fork is None else fork["step"]
     if until is not None:
         before = [length for length in lengths[:-1] if length["step"] < until]
         lengths = lengths[: len(before) + 1]
