@@ -11,7 +11,7 @@ from tests.support.commands import ROOT
 WITHOUT = {
     "adapters": "accelerate fabric lightning micro_steps transformers",
     "base": "later",
-    "cli": "entry prepare train_command trained_commands words",
+    "cli": "entry prepare train_command",
     "launch": "agent nodes supervision",
     "live": "launch workers",
     "record": "early forking run_json",
