@@ -100,9 +100,8 @@ def _train(request: Request, world: World, is_host: bool) -> int:
         with vouched_for(request, rehearses=True) as request:
             if request.layout.kind != "ddp":
                 return run_worker(request, world)
-            from ddp_core.launch.launch import launch
+            from ddp_core.launch.launch import launch, with_recovery
             from ddp_core.launch.nodes import Meeting
-            from ddp_core.launch.recovery import with_recovery
             from ddp_core.launch.supervision import Supervision
 
             meeting = Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id, is_host)
@@ -112,6 +111,7 @@ def _train(request: Request, world: World, is_host: bool) -> int:
 
                 return launch_live(request, meeting)
             return launch(request, meeting, worker_main, Supervision(request.options.timeout))
+
 
 def require_free(asked: Asked, world: World) -> None:
     """Refuse early, before torch is loaded, where another process has the run directory or the port.
