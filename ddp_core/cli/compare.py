@@ -15,10 +15,8 @@ from ddp_core.config.records import dotted
 from ddp_core.distributed.reports import tell_user
 from ddp_core.record.data import how_compared
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
-from ddp_core.record.early import how_it_ended
-from ddp_core.record.guarded import broken_promise, was_rehearsed, what_broke_it
-from ddp_core.record.over_seeds import family_of, origin_of, over_seeds
-from ddp_core.record.own_figures import MOST, PREFIX, in_words, own_figures
+from ddp_core.record.figures import MOST, PREFIX, family_of, in_words, origin_of, over_seeds, own_figures
+from ddp_core.record.guarded import broken_promise, how_it_ended, was_rehearsed, what_broke_it
 from ddp_core.record.recorded import portable_cpu
 
 RunAndRecord = tuple[RunDirectory, Mapping[str, Any]]
@@ -121,7 +119,7 @@ def table(runs: Sequence[RunAndRecord], title: str) -> str:
     broken = [
         f"! {shown(directory.path.name)}: {what}" for directory, record in runs if (what := what_broke_it(record))
     ]
-    early = [f"{shown(directory.path.name)}: {words}" for directory, record in runs if (words := _early(record))]
+    early = [f"{shown(directory.path.name)}: {words}" for directory, record in runs if (words := how_it_ended(record))]
     records = [record for _, record in runs]
     exact = _comparable(records)
     tried = sum(map(was_rehearsed, exact))
@@ -184,18 +182,14 @@ def _reason(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     changed = [what for what, digest in origin_of(first).items() if digest != origin_of(other)[what]]
     if changed:
         return f"of other {' and other '.join(changed)}"
-    if _early(first) != _early(other):
-        ends = (_early(each) or "trained to its last step" for each in (first, other))
+    if how_it_ended(first) != how_it_ended(other):
+        ends = (how_it_ended(each) or "trained to its last step" for each in (first, other))
         return f"of other lengths ({'; '.join(ends)})"
     if "random" in map(how_compared, (first, other)):
         return "of data that differ from one read to the next"
     if parts := fingerprint_differences(first["fingerprint"], other["fingerprint"]):
         return f"under other fingerprints ({parts[0]}): the promise does not cover that"
     return None
-
-
-def _early(record: Mapping[str, Any]) -> str | None:
-    return how_it_ended(record.get("ended_early"))
 
 
 def _on_unlike_cpus(records: Iterable[Mapping[str, Any]]) -> str:

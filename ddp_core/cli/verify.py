@@ -20,8 +20,7 @@ from ddp_core.record.bundles import ChangedBundle
 from ddp_core.record.continuing import LENGTH, kept_length
 from ddp_core.record.data import how_compared
 from ddp_core.record.directory import RunDirectory, find_runs
-from ddp_core.record.early import how_it_ended
-from ddp_core.record.guarded import broken_promise, what_broke_it
+from ddp_core.record.guarded import broken_promise, how_it_ended, what_broke_it
 from ddp_core.record.recorded import portable_cpu
 from ddp_core.record.weights import WEIGHTS, exchanged_weights, read_weights
 from ddp_core.trainers.noting import first_other, named
@@ -148,7 +147,7 @@ def _judge(directory: RunDirectory, record: Mapping[str, Any], again: RunDirecto
         print(f"data      compared by a sample: {record['data']['digest_of']}")
     other = fingerprint_differences(repeated["fingerprint"], record["fingerprint"])
     broken = broken_promise(record) or broken_promise(repeated)
-    ends = [how_it_ended(each.get("ended_early")) or "was trained to its last step" for each in (record, repeated)]
+    ends = [how_it_ended(each) or "was trained to its last step" for each in (record, repeated)]
     if any(record.get(name) != repeated[name] for name in ("weights_sha256", "ema_sha256")):
         causes = {
             f"a {broken}": broken,

@@ -1,4 +1,4 @@
-"""The guard in words: what is not promised, and whether the promise was broken in a run."""
+"""What a record says of its run, in words: what is not promised, whether the promise was broken, and how it ended."""
 
 from __future__ import annotations
 
@@ -35,3 +35,9 @@ def was_rehearsed(record: Mapping[str, Any]) -> bool:
     """Whether steps of the run were tried elsewhere before it began, with the same bits."""
     guards = [attempt.get("guard") or {} for attempt in record.get("attempts") or []]
     return any(str(guard.get("rehearsal", "")).startswith("rehearsed ") for guard in guards)
+
+
+def how_it_ended(record: Mapping[str, Any]) -> str | None:
+    """Where a callback has ended the run early, in words; None for a run that was trained to its last step."""
+    early = record.get("ended_early")
+    return None if early is None else f"ended early at step {early['step']} of {early['of']}: {early['reason']}"

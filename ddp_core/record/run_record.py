@@ -27,9 +27,8 @@ from ddp_core.observe.usage import Usage
 from ddp_core.record.continuing import continue_command
 from ddp_core.record.data import keep_digest
 from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
-from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import describe_environment
-from ddp_core.record.guarded import broken_promise, not_promised
+from ddp_core.record.guarded import broken_promise, how_it_ended, not_promised
 from ddp_core.record.result import early_end, gather_ends, result_of, save_weights, summary
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.train_state import TrainState
@@ -312,7 +311,7 @@ class RunRecord:
             )
         if end.slowest is not None:
             job.console.say(end.slowest)
-        if (words := how_it_ended(early)) is not None:
+        if (words := how_it_ended({"ended_early": early})) is not None:
             job.console.say(words)
         job.console.say(f"done: {summary(result)}")
         job.console.say(f"weights sha256 {end.weights}")

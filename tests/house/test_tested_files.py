@@ -14,7 +14,7 @@ WITHOUT = {
     "cli": "entry prepare train_command",
     "launch": "agent nodes supervision",
     "live": "launch workers",
-    "record": "early forking run_json",
+    "record": "forking run_json",
     "run": "asking evaluating explaining miniature recovery repeater",
     "trainers": "digests distributed sharded",
 }

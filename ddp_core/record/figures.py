@@ -1,4 +1,4 @@
-"""The figures of runs that differ in their seed alone: mean and standard deviation."""
+"""The figures of runs side by side: which have a column, and mean and deviation where runs differ in their seed alone."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from ddp_core.config.records import dotted
 _NAMES = ("train_loss", "test_", "ema_test_")
 _NO_FAMILY = ("seed", UNTRAINED)
 """Settings in which runs of one family may differ."""
+PREFIX = "test_"
+"""How the names of figures of an evaluation begin."""
+MOST = 4
+"""How many of its own figures a table has room for; `run.json` has all."""
 
 
 class Figure(NamedTuple):
@@ -111,3 +115,19 @@ def over_seeds(records: Iterable[Mapping[str, Any]]) -> OverSeeds | None:
         if len(values) == len(found):
             figures.append(Figure(name, len(values), statistics.fmean(values), statistics.stdev(values)))
     return OverSeeds(sorted(by_seed), figures, runs.total() - runs[most])
+
+
+def own_figures(results: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The names of the single numbers, beside the loss, in the results of runs; accuracy first, then as they stand."""
+    names = dict.fromkeys(
+        name
+        for result in results
+        for name, value in result.items()
+        if name.startswith(PREFIX) and isinstance(value, int | float) and not isinstance(value, bool)
+    )
+    return sorted(names.keys() - {"test_loss"}, key=lambda name: (name != "test_accuracy", [*names].index(name)))
+
+
+def in_words(name: str) -> str:
+    """A figure's name as a heading has it: `test_mean_f1` is mean f1."""
+    return name.removeprefix(PREFIX).replace("_", " ")
