@@ -19,7 +19,6 @@ from ddp_core.checkpoint import read_checkpoint
 from ddp_core.checkpoint.manifest import manifest_at
 from ddp_core.experiment.kept_source import read_source
 from ddp_core.record.bundles import BUNDLE_FORMAT, MANIFEST, PINS
-from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.guarded import what_broke_it
 from ddp_core.record.pins import pins
@@ -106,10 +105,10 @@ def _for_audit(path: Path, record: Mapping[str, Any]) -> dict[str, Path]:
 
 def _initial_weights(record: Mapping[str, Any]) -> dict[str, Content]:
     """The weights that the run began with, by the name in the bundle. Raises UserError where they have changed."""
-    if (weights := recorded_weights(record)) is None:
+    if (weights := record.get("init_from")) is None:
         return {}
-    file = Path(weights.file)
-    if not is_file(file) or weights_digest(read_weights(file)) != weights.sha256:
+    file = Path(weights["file"])
+    if not is_file(file) or weights_digest(read_weights(file)) != weights["sha256"]:
         raise UserError(f"{file}, whose weights the run began with, is gone or has changed: restore it")
     return {_INITIAL_WEIGHTS + file.suffix: file}
 

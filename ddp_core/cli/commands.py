@@ -232,8 +232,8 @@ def export_(run: Path, **choices: Any) -> int:
     This runs the code that the run has kept.
     """
     quiet()
-    from ddp_core.record.exporting import export
-    from ddp_core.record.places import place_named
+    from ddp_core.record.bundles import place_named
+    from ddp_core.record.trained import export
 
     with place_named(run) as place:
         done = export(place, **choices)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_core.base.errors import UserError
 from ddp_core.cli.train import carry_out
 from ddp_core.config.options import Asked
-from ddp_core.record.places import Place, place_named
+from ddp_core.record.bundles import Place, place_named
 from ddp_core.record.recorded import as_recorded
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from ddp_core.distributed.children import Children, error_of
 from ddp_core.experiment.kept_source import changed_files, read_source
 from ddp_core.experiment.request import build_splits
 from ddp_core.record.bundles import unpack_bundle
-from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.data import digest_data, recorded_digest
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import describe_code
@@ -151,13 +150,13 @@ def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> str 
 
     Raises Different where both are gone, or the file holds other weights.
     """
-    weights = recorded_weights(record)
+    weights = record.get("init_from")
     if weights is None:
         return None
-    places = [Path(weights.file), directory.path / f"init_from{Path(weights.file).suffix}"]
+    places = [Path(weights["file"]), directory.path / f"init_from{Path(weights["file"]).suffix}"]
     file = next((place for place in places if is_file(place)), None)
     if file is None:
-        raise Different(f"different start: {weights.file} is gone, whose weights the run began with")
-    if weights_digest(read_weights(file)) != weights.sha256:
+        raise Different(f"different start: {weights['file']} is gone, whose weights the run began with")
+    if weights_digest(read_weights(file)) != weights["sha256"]:
         raise Different(f"different start: {file} holds other weights than those that the run began with")
     return str(file)

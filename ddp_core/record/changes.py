@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.config.experiment import Component
@@ -17,9 +17,7 @@ from ddp_core.record.continuing import differing, in_words, kept_length
 from ddp_core.record.data import recorded_digest
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.guarded import broken_promise, not_promised
-
-if TYPE_CHECKING:
-    from ddp_core.record.forking import Fork
+from ddp_core.record.run_json import RecordedFork
 
 _UNLIKE_BEFORE = "bit-identity with the steps before is not promised,"
 
@@ -105,10 +103,12 @@ def unlike_before(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str
     return [f"{_UNLIKE_BEFORE} {line}" for line in fingerprint_differences(here, there)]
 
 
-def of_fork(fork: Fork, parent: Mapping[str, Any], request: Request, fingerprint: Mapping[str, Any]) -> list[str]:
+def of_fork(
+    fork: RecordedFork, parent: Mapping[str, Any], request: Request, fingerprint: Mapping[str, Any]
+) -> list[str]:
     """A line each for the user: what a fork changes, and what of its parent's record keeps it from a promise."""
     changes = in_words(differing(parent, request.loaded.experiment)) or "no setting changed"
-    notes = [f"fork of {fork.run} at step {fork.step}: {changes}"]
+    notes = [f"fork of {fork['run']} at step {fork['step']}: {changes}"]
     notes += [not_promised(line, request.options) for line in unlike_before(fingerprint, parent["fingerprint"])]
     if (broken := broken_promise(parent)) is not None:
         notes.append(not_promised(f"the parent of this run has a {broken}", request.options))

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_there
@@ -18,9 +18,6 @@ from ddp_core.experiment.request import Request
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
 from ddp_core.record.lock import require_unlocked
 from ddp_core.record.run_json import RecordedRun
-
-if TYPE_CHECKING:
-    from ddp_core.record.initial_weights import InitialWeights
 
 LENGTH = ("epochs", "max_steps")
 """The settings by which a finished run may be extended."""
@@ -196,12 +193,12 @@ def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
         return recorded is None or request.resume not in ("auto", "never")
     if recorded is None:
         return False
-    from ddp_core.record.initial_weights import find_weights
+    from ddp_core.record.weights import find_weights
 
     if recorded["given"] == given:
         # The weights may be of a run that is still trained, and so has newer ones by now.
-        return not is_there(Path(recorded["file"])) or find_weights(recorded["file"]).sha256 == recorded["sha256"]
-    return bool(find_weights(given).sha256 == recorded["sha256"])
+        return not is_there(Path(recorded["file"])) or find_weights(recorded["file"])["sha256"] == recorded["sha256"]
+    return find_weights(given)["sha256"] == recorded["sha256"]
 
 
 def _branches_alike(record: Mapping[str, Any], request: Request) -> bool:
@@ -273,13 +270,3 @@ def _command(request: Request, **changes: Any) -> str:
 def kept_length(record: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a record that say how long the run trains."""
     return {name: record["experiment"][name] for name in LENGTH}
-
-
-def recorded_weights(record: Mapping[str, Any]) -> InitialWeights | None:
-    """The initial weights that a record names (`--init-from`); None for random ones."""
-    found = record.get("init_from")
-    if found is None:
-        return None
-    from ddp_core.record.initial_weights import InitialWeights
-
-    return InitialWeights(found["given"], found["file"], found["sha256"])

@@ -1,4 +1,4 @@
-"""The figures of runs side by side: which have a column, and mean and deviation where runs differ in their seed alone."""
+"""Figures of runs side by side: which have a column, and mean and deviation where runs differ in their seed alone."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ needs its parent no more; `ddp verify` does, and follows the line of parents.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,37 +20,14 @@ from ddp_core.config.experiment import Component, Experiment
 from ddp_core.experiment.request import Request
 from ddp_core.record.continuing import differing, refused_changes
 from ddp_core.record.directory import RunDirectory
+from ddp_core.record.run_json import RecordedFork
 from ddp_core.record.trained import kept_checkpoint
 from ddp_core.record.weights import read_weights
 
 _PIECE = 2**24
 
 
-@dataclass(frozen=True)
-class Fork:
-    """Where a run has branched off, as run.json records it."""
-
-    given: str
-    """The words after `--fork`."""
-    run: str
-    """The parent's directory, an absolute path."""
-    step: int
-    """The step of its checkpoint."""
-    checkpoint_sha256: str
-    """The digest of the checkpoint's manifest, which names the digests of its files."""
-    weights_sha256: str
-    """The digest of the weights in it, made as the `weights_sha256` of a run is."""
-    experiment_sha256: str
-    """The digest of the experiment that had trained these weights."""
-    hyperparameters: list[str]
-    """The optimizer's settings that differ from the parent's, beside the rate, which the schedule sets."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The `forked_from` of run.json."""
-        return asdict(self)
-
-
-def find_fork(request: Request, samples: int) -> Fork:
+def find_fork(request: Request, samples: int) -> RecordedFork:
     """Where the request's new run, which is to be a fork, branches off. `samples`: of the training data.
 
     Raises UserError where the run, or its checkpoint, is not there (3), or where a setting differs that a fork may not
@@ -74,18 +50,18 @@ def find_fork(request: Request, samples: int) -> Fork:
             f"--fork {parent.path}: the checkpoint is of step {checkpoint.step}, and {experiment.name} has {total} "
             "steps: set more epochs or max_steps, or choose an earlier checkpoint with --at STEP"
         )
-    return Fork(
-        asked.fork,
-        str(parent.path.resolve()),
-        checkpoint.step,
-        checkpoint.sha256,
-        weights_digest(read_weights(checkpoint.path)),
-        str(checkpoint.metadata.get("experiment_sha256")),
-        _hyperparameters(record, experiment),
-    )
+    return {
+        "given": asked.fork,
+        "run": str(parent.path.resolve()),
+        "step": checkpoint.step,
+        "checkpoint_sha256": checkpoint.sha256,
+        "weights_sha256": weights_digest(read_weights(checkpoint.path)),
+        "experiment_sha256": str(checkpoint.metadata.get("experiment_sha256")),
+        "hyperparameters": _hyperparameters(record, experiment),
+    }
 
 
-def bring_checkpoint(directory: RunDirectory, fork: Mapping[str, Any]) -> None:
+def bring_checkpoint(directory: RunDirectory, fork: RecordedFork) -> None:
     """Copy the checkpoint of which run.json says as `fork` that the run begins with it, unless the run has checkpoints.
 
     Raises UserError (3) where the parent's has gone or changed since, and (4) where it cannot be written.
@@ -124,7 +100,7 @@ def bring_checkpoint(directory: RunDirectory, fork: Mapping[str, Any]) -> None:
 
 
 def _hyperparameters(record: Mapping[str, Any], experiment: Experiment) -> list[str]:
-    """See `Fork.hyperparameters`; `record` is the parent's.
+    """The `hyperparameters` of a RecordedFork; `record` is the parent's.
 
     Raises UserError where the rate or the schedule differs under a schedule of the experiment's own, whose state holds
     the rates from before.

@@ -82,20 +82,30 @@ class RecordedWeights(TypedDict):
     """The initial weights."""
 
     given: FilePath
+    """The words after `--init-from`."""
     file: FilePath
+    """The file that these words mean, as an absolute path."""
     sha256: str
+    """The digest of the weights, made as `weights_sha256` is."""
 
 
 class RecordedFork(TypedDict):
     """Where the run has branched off."""
 
     given: FilePath
+    """The words after `--fork`."""
     run: FilePath
+    """The parent's directory, an absolute path."""
     step: _Positive
+    """The step of its checkpoint."""
     checkpoint_sha256: str
+    """The digest of the checkpoint's manifest, which names the digests of its files."""
     weights_sha256: str
+    """The digest of the weights in it, made as the `weights_sha256` of a run is."""
     experiment_sha256: str
+    """The digest of the experiment that had trained these weights."""
     hyperparameters: list[str]
+    """The optimizer's settings that differ from the parent's, beside the rate, which the schedule sets."""
 
 
 class RecordedGuard(TypedDict):

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import ExitCode, UserError
@@ -30,12 +30,9 @@ from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
 from ddp_core.record.environment import describe_environment
 from ddp_core.record.guarded import broken_promise, how_it_ended, not_promised
 from ddp_core.record.result import early_end, gather_ends, result_of, save_weights, summary
+from ddp_core.record.run_json import RecordedFork, RecordedWeights
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.train_state import TrainState
-
-if TYPE_CHECKING:
-    from ddp_core.record.forking import Fork
-    from ddp_core.record.initial_weights import InitialWeights
 
 _ENDED = "this rank ended with exit code"
 """Begins the last line of a rank's `error-rank-N.txt`."""
@@ -49,9 +46,9 @@ class Origin:
     data: DataDigest
     fingerprint: Mapping[str, Any]
     """What the bits depend on, on all ranks."""
-    weights: InitialWeights | None = None
+    weights: RecordedWeights | None = None
     """The initial weights; None for random ones, drawn from the experiment's seed."""
-    fork: Fork | None = None
+    fork: RecordedFork | None = None
     """Where the run branches off; None for one that begins at step 0, and for one that is continued."""
 
 
@@ -122,7 +119,7 @@ class RunRecord:
         if origin.fork is not None and not before:
             from ddp_core.record.changes import of_fork, unlike_before
 
-            parent = RunDirectory(Path(origin.fork.run)).read()
+            parent = RunDirectory(Path(origin.fork["run"])).read()
             self.notes += of_fork(origin.fork, parent, request, self.fingerprint)
             is_unlike = bool(unlike_before(self.fingerprint, parent["fingerprint"]))
         data = keep_digest(self.directory.path, before, origin.data)
@@ -144,8 +141,8 @@ class RunRecord:
                 "question": loaded.question,
                 "settings": list(request.asked.settings),
                 "source": source,
-                "init_from": origin.weights.to_json() if origin.weights is not None else None,
-                "forked_from": origin.fork.to_json() if parent and origin.fork else before.get("forked_from"),
+                "init_from": origin.weights,
+                "forked_from": origin.fork if parent else before.get("forked_from"),
                 "layout": request.layout.model_dump()
                 | {"label": request.layout.label, "description": request.layout.description},
                 "options": request.options.model_dump(),

@@ -1,4 +1,4 @@
-"""Files of weights: how they are read, and whether those of a run are the ones of its record."""
+"""Files of weights: how they are read, whether those of a run are as recorded, and how a run starts from them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError, first_line
 from ddp_core.base.files import is_file, is_there
 from ddp_core.base.shown import shown
-from ddp_core.checkpoint import is_part, load, oversized, read_checkpoint
+from ddp_core.base.torch_internals import plain_name
+from ddp_core.checkpoint import difference, is_part, load, newest_valid, oversized, read_checkpoint
+from ddp_core.record.directory import RunDirectory
+from ddp_core.record.run_json import RecordedWeights
 
 WEIGHTS, AVERAGED_WEIGHTS = "model.safetensors", "model_ema.safetensors"
 _DIGESTS = {WEIGHTS: "weights_sha256", AVERAGED_WEIGHTS: "ema_sha256"}
@@ -21,6 +24,8 @@ _DIGESTS = {WEIGHTS: "weights_sha256", AVERAGED_WEIGHTS: "ema_sha256"}
 _NESTED = ("model", "state_dict")
 """The keys under which a checkpoint may keep the weights: `model` in this project and in torch's examples, `state_dict`
 in Lightning."""
+_WRAPPED = "module."
+"""How names begin where DistributedDataParallel's state dict was saved instead of the model's."""
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -111,3 +116,64 @@ def _whole_state(file: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError):  # exchanged since it was read
         names = {}
     return state | {name: state[kept] for name, kept in names.items() if kept in state and name not in state}
+
+
+def find_weights(given: str) -> RecordedWeights:
+    """The weights to start from, of a file or of a run: its final or newest ones.
+
+    Raises UserError where there are no weights, or the file holds more than tensors; and (3) where those of a finished
+    run are not the ones that it ended with.
+    """
+    path = Path(given)
+    if path.is_dir():
+        run, final = RunDirectory(path), path / WEIGHTS
+        record = run.read()
+        is_finished = record["status"] == "completed"
+        if is_finished and is_there(final):
+            require_recorded_weights(path, record)
+            path = final
+        elif (newest := newest_valid(run.checkpoints)) is None:
+            raise UserError(f"--init-from {path}: the run has no checkpoint yet", ExitCode.NO_CHECKPOINT)
+        elif is_finished and newest.step != record["result"]["steps"]:
+            raise UserError(f"--init-from {path}: {WEIGHTS} is gone, whose weights it means", ExitCode.NO_CHECKPOINT)
+        else:
+            path = newest.path
+    return {"given": given, "file": str(path.resolve()), "sha256": weights_digest(read_weights(path))}
+
+
+def put_weights(model: nn.Module, weights: RecordedWeights) -> None:
+    """Load the weights into the model. Raises UserError (3) where they have changed, and (2) where they do not fit."""
+    found = read_weights(Path(weights["file"]))
+    if weights_digest(found) != weights["sha256"]:
+        raise UserError(
+            f"--init-from {weights['given']}: {weights['file']} has changed since the run began; "
+            "restore it, or start anew with --resume never",
+            ExitCode.NO_CHECKPOINT,
+        )
+    fill(model, found, f"--init-from {weights['given']}")
+
+
+def fill(model: nn.Module, found: Mapping[str, Tensor], whose: str) -> None:
+    """Load a state dict into the model: also that of a wrapped or compiled model, or one without second names.
+
+    A tensor that a model has under several names (tied weights) may be there once.
+
+    Raises UserError where the names or shapes are those of another model; its message begins with `whose`.
+    """
+    own = model.state_dict()
+    if all(name.startswith(_WRAPPED) for name in found) and not any(name.startswith(_WRAPPED) for name in own):
+        found = {name.removeprefix(_WRAPPED): value for name, value in found.items()}
+    # Either of the two may be of a compiled model.
+    ours = {plain_name(name): name for name in own}
+    found = {ours.get(plain_name(name), name): value for name, value in found.items()}
+    # safetensors keeps tied weights once, under one of their names.
+    for name, tensor in own.items():
+        twins = (twin for twin in found.keys() & own.keys() if own[twin].is_set_to(tensor))
+        if name not in found and (twin := next(twins, None)) is not None:
+            found[name] = found[twin]
+    # Another dtype is converted; only names and shapes must fit.
+    there = {name: [str(own.get(name, value).dtype), list(value.shape)] for name, value in found.items()}
+    here = {name: [str(value.dtype), list(value.shape)] for name, value in own.items()}
+    if (other := difference(there, here)) is not None:
+        raise UserError(f"{whose}: these weights are of another model: {other}")
+    model.load_state_dict(found)

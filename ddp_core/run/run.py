@@ -180,7 +180,7 @@ def _choose_start(beginning: Beginning, record: RunRecord, recovery: Recovery) -
     is_held = recovery.holds_newest(collectives, directory)
     checkpoint = None if is_held else choose_checkpoint(collectives, directory, beginning.console)
     if record.origin.weights is not None and checkpoint is None and not is_held:
-        from ddp_core.record.initial_weights import put_weights
+        from ddp_core.record.weights import put_weights
 
         put_weights(beginning.parts.model, record.origin.weights)
     return is_held, checkpoint

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.refusals import refused
@@ -21,11 +21,8 @@ from ddp_core.observe.metrics import Console
 from ddp_core.record.data import recorded_digest
 from ddp_core.record.directory import RunDirectory, find_launch, pass_over
 from ddp_core.record.lock import RunLock
+from ddp_core.record.run_json import RecordedFork, RecordedWeights
 from ddp_core.record.run_record import Begun, Origin, RunRecord
-
-if TYPE_CHECKING:
-    from ddp_core.record.forking import Fork
-    from ddp_core.record.initial_weights import InitialWeights
 
 _P = ParamSpec("_P")
 _Choice = TypeVar("_Choice")
@@ -55,9 +52,9 @@ class ChosenRun:
     """The run that all ranks work on."""
 
     directory: RunDirectory
-    weights: InitialWeights | None
+    weights: RecordedWeights | None
     """Those of step 0; None for random ones."""
-    fork: Fork | None
+    fork: RecordedFork | None
     """Where it branches off, if it is new and does."""
 
 
@@ -66,16 +63,22 @@ def choose_run(request: Request, source: Source, samples: int, data: DataDigest,
 
     `source`: the user's code today. `samples`: the number of training samples. `data`: their digest.
     """
-    directory = choose_directory(request, source, samples, world)
-    weights = choose_weights(request, directory)
-    return ChosenRun(directory, weights, choose_fork(request, directory, samples, data))
+    directory, given = _choose_directory(request, source, samples, world), request.asked.init_from
+    if (directory.path / "run.json").exists():
+        return ChosenRun(directory, directory.read().get("init_from"), None)
+    weights = None
+    if given is not None:
+        from ddp_core.record.weights import find_weights
+
+        weights = find_weights(given)
+    fork = None if request.asked.fork is None else _choose_fork(request, samples, data)
+    return ChosenRun(directory, weights, fork)
 
 
-def choose_directory(request: Request, source: Source, samples: int, world: World) -> RunDirectory:
-    """The directory of the run: that of the run to continue, or a new one.
+def _choose_directory(request: Request, source: Source, samples: int, world: World) -> RunDirectory:
+    """The directory of the run to continue, or a new one.
 
-    `source`: the user's code today. `samples`: the number of training samples. Raises UserError (3) where the run to
-    continue has other settings, or was begun with other code.
+    Raises UserError (3) where the run to continue has other settings, or was begun with other code.
     """
     output, experiment = Path(request.options.output), request.loaded.experiment
     found: RunDirectory | None = None
@@ -90,34 +93,18 @@ def choose_directory(request: Request, source: Source, samples: int, world: Worl
     return found or RunDirectory.create(output, experiment, request.layout)
 
 
-def choose_weights(request: Request, directory: RunDirectory) -> InitialWeights | None:
-    """The weights with which step 0 starts (`--init-from`); None for random weights."""
-    if (directory.path / "run.json").exists():
-        from ddp_core.record.continuing import recorded_weights
-
-        return recorded_weights(directory.read())
-    given = request.asked.init_from
-    if given is None:
-        return None
-    from ddp_core.record.initial_weights import find_weights
-
-    return find_weights(given)
-
-
-def choose_fork(request: Request, directory: RunDirectory, samples: int, data: DataDigest) -> Fork | None:
-    """Where a new run branches off (`--fork`); None for one that does not, and for one that is continued.
+def _choose_fork(request: Request, samples: int, data: DataDigest) -> RecordedFork:
+    """Where a new run branches off (`--fork`).
 
     Raises UserError as `find_fork` does, and where the data are others than those that the parent was trained on.
     """
-    if request.asked.fork is None or (directory.path / "run.json").exists():
-        return None
     from ddp_core.record.forking import find_fork
 
     fork = find_fork(request, samples)
-    parent = RunDirectory(Path(fork.run))
+    parent = RunDirectory(Path(fork["run"]))
     if (where := changed_at(recorded_digest(parent.path, parent.read()), data)) is not None:
         raise UserError(
-            f"--fork {fork.given}: the data have changed since ({where}), so its position means nothing: bring them "
+            f"--fork {fork['given']}: the data have changed since ({where}), so its position means nothing: bring them "
             "back, or begin a run with the weights alone: --init-from"
         )
     return fork

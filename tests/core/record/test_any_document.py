@@ -40,7 +40,7 @@ from ddp_core.observe.heartbeat import name_lost_peer, renew_heartbeat
 from ddp_core.record.continuing import find_resumable, require_continuable
 from ddp_core.record.data import recorded_digest
 from ddp_core.record.directory import RunDirectory, find_launch
-from ddp_core.record.initial_weights import find_weights
+from ddp_core.record.weights import find_weights
 from ddp_core.record.lock import require_unlocked
 from ddp_core.record.reading import Run
 from ddp_lab.report.reading.runs import read_runs

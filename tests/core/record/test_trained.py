@@ -1,6 +1,6 @@
 """The trained model of a run, a checkpoint or a bundle: which weights, that they are the run's own, and as a file.
 
-Tests record/exporting.py and record/places.py, too.
+Tests record/bundles.py, too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from ddp_core.base.errors import UserError
 from ddp_core.base.torch_internals import plain_name
 from ddp_core.checkpoint import find_checkpoints, load
 from ddp_core.cli.bundle import make_bundle
-from ddp_core.record.exporting import export, save
-from ddp_core.record.places import place_named
-from ddp_core.record.trained import States
+from ddp_core.record.bundles import place_named
+from ddp_core.record.trained import States, export, save
 from tests.support.commands import ROOT, ddp, train, trained
 from tests.support.wording import refusing
 
