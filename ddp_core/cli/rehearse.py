@@ -18,9 +18,8 @@ from ddp_core.distributed.children import Children
 from ddp_core.distributed.world import World
 from ddp_core.experiment.request import Request, build_splits
 from ddp_core.model.optimizers import load_for_optimizers
-from ddp_core.run.miniature import Miniature
 from ddp_core.run.rehearsal import alone, compared, fitting, require_ended
-from ddp_core.run.repeat import Repeated, Training
+from ddp_core.run.repeat import Miniature, Repeated, Training
 from ddp_core.sharding import Sharding
 
 

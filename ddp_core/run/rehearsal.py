@@ -34,8 +34,7 @@ from ddp_core.data.splits import Splits
 from ddp_core.experiment.request import Request, build_splits
 from ddp_core.experiment.source import collect
 from ddp_core.numerics.limits import rules_of
-from ddp_core.run.miniature import LIMIT, Miniature
-from ddp_core.run.repeat import Repeated, Training, elsewhere, other_bits
+from ddp_core.run.repeat import Miniature, Repeated, Training, elsewhere, other_bits
 from ddp_core.trainers.noting import first_other, named
 from ddp_core.trainers.testimony import Sums, Testimony
 
@@ -92,8 +91,8 @@ def compared(mini: Miniature, layout: Layout, single: Training, folder: Path) ->
     Raises UserError, with its exit code, where one of the two has failed, or data are others at each read.
     """
     if layout.device == "cuda":
-        single.wait(LIMIT)  # two trainings would take each other's memory
-    asked, reference = mini.killed_and_resumed(layout, folder / "asked"), single.wait(LIMIT)
+        single.wait()  # two trainings would take each other's memory
+    asked, reference = mini.killed_and_resumed(layout, folder / "asked"), single.wait()
     has_resumed = max(asked.sums[0], default=0) >= mini.killed_after > 0
     if not reference.code and asked.code == ExitCode.BAD_INPUT and has_resumed:
         return asked, f"a resume would not continue this run: {asked.said}"
@@ -182,7 +181,7 @@ def witnessed(request: Request, folder: Path, run: str, step: int, file: str) ->
     asked: dict[str, Any] = {"fork": run, "at": step, "init_from": None, "only_steps": max(noted)}
 
     def again(layout: Layout, name: str, **options: Any) -> Repeated:
-        return Training(elsewhere(request, layout, place / name, asked, **options), place / name).wait(LIMIT)
+        return Training(elsewhere(request, layout, place / name, asked, **options), place / name).wait()
 
     one = Layout(device=request.layout.device)
     there = _unmeasured(request.layout)

@@ -15,7 +15,7 @@ WITHOUT = {
     "launch": "agent nodes supervision",
     "live": "launch workers",
     "record": "forking run_json",
-    "run": "asking evaluating explaining miniature recovery repeater",
+    "run": "evaluating explaining recovery repeater",
     "trainers": "digests distributed sharded",
 }
 

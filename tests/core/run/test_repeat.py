@@ -15,7 +15,7 @@ import pytest
 
 from ddp_core.base.errors import ExitCode
 from ddp_core.record.directory import RunDirectory, find_runs
-from ddp_core.run.asking import OverSocket
+from ddp_core.run.job import OverSocket
 from tests.support.commands import Ended, ddp, wait_until, without_limits
 from tests.support.processes import HANG
 
