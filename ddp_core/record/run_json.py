@@ -38,21 +38,17 @@ class RecordedExperiment(TypedDict):
 
 
 class AttemptLayout(TypedDict):
-    """The layout of an attempt."""
-
     kind: LayoutKind
     device: DeviceType
     nnodes: _Positive
     nproc_per_node: _Positive
     shard: NotRequired[ShardMode]
-    dealt: NotRequired[list[_Positive] | Literal["auto"] | None]
 
 
 class RecordedLayout(AttemptLayout):
     """The layout of the newest attempt, as tables show it."""
 
     label: str
-    description: NotRequired[str]
 
 
 class RecordedOptions(TypedDict):
@@ -79,8 +75,6 @@ class RecordedSource(TypedDict):
 
 
 class RecordedWeights(TypedDict):
-    """The initial weights."""
-
     given: FilePath
     """The words after `--init-from`."""
     file: FilePath
@@ -113,7 +107,6 @@ class RecordedGuard(TypedDict):
 
     mode: NotRequired[str]
     rehearsal: NotRequired[str | None]
-    witness: NotRequired[str | None]
     seconds: NotRequired[dict[str, float]]
 
 
@@ -130,8 +123,6 @@ class RecordedAttempt(TypedDict):
 
     layout: AttemptLayout
     started_at: str
-    restart_count: Count
-    membership: NotRequired[Count]
     experiment_sha256: NotRequired[str]
     source: NotRequired[FilePath]
     source_diff_sha256: NotRequired[str]
@@ -172,7 +163,6 @@ class RecordedFinding(TypedDict):
 
     step: Count
     what: str
-    attempt: NotRequired[Count]
 
 
 class RecordedEarlyEnd(TypedDict):
@@ -199,8 +189,6 @@ class RecordedKept(TypedDict):
 
 
 class RecordedCode(TypedDict):
-    """The version of ddp_core."""
-
     version: str | None
     commit: str | None
     dirty: NotRequired[bool | None]
@@ -214,7 +202,6 @@ class RecordedEnvironment(TypedDict):
     code: RecordedCode
     cpu: NotRequired[str | None]
     cores: NotRequired[_Positive | None]
-    memory_bytes: NotRequired[Count | None]
     host: NotRequired[str]
 
 
@@ -234,13 +221,11 @@ class RecordedRun(TypedDict):
     options: RecordedOptions
     command: str | None
     launch_id: str | None
-    steps_per_epoch: NotRequired[_Positive]
     total_steps: NotRequired[_Positive]
     status: Literal["running", "completed", "stopped", "failed"]
     exit_code: int | None
     message: str | None
     started_at: str
-    finished_at: str | None
     attempts: Annotated[list[RecordedAttempt], Field(min_length=1)]
     data_sha256: str | None
     data: NotRequired[RecordedData]
