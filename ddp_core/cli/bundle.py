@@ -39,11 +39,7 @@ Content = Path | bytes
 
 
 def make_bundle(path: Path, target: Path | None) -> int:
-    """Write the finished run at `path` into the file `target`, and print its digest.
-
-    Raises UserError for a run that is not finished or whose files have changed, (3) for weights that are not those of
-    its record, for a target that exists or lies in the run's own directory, and (4) where it cannot be written.
-    """
+    """Write the finished run at `path` into the file `target`, and print its digest. Raises UserError."""
     record = RunDirectory(path).read()
     if record["status"] != "completed":
         raise UserError(f"{path} is {record['status']}, so it has no result to hand over; finish it: --resume {path}")

@@ -29,8 +29,7 @@ _PORTABLE = re.compile(rb"""^[^#\n]*\bnumerics["']?\s*[=:]\s*["']portable""", re
 class EarlyNumerics:
     """The numerics of this process: set as expected before torch is loaded, and put right once the request is known.
 
-    `words`: the command line without `ddp`. `is_own_process`: whether this process ends with the command; if not, its
-    variables stay as they are, and it is not started anew.
+    Where the process does not end with the command, its variables stay as they are, and it is not started anew.
     """
 
     def __init__(self, words: Sequence[str], is_own_process: bool) -> None:

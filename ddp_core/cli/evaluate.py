@@ -34,8 +34,7 @@ def evaluate(
 ) -> int:
     """Evaluate the weights of a run, a checkpoint of one, or a bundle, and print the figures; returns the exit code.
 
-    `at`: which weights; None: those that the run ended with, else its newest. `layout`: those options of
-    `ddp train` that say where it runs and where the data are. Raises UserError.
+    `at`: None for those that the run ended with, else its newest. `layout`: the options that say where.
     """
     for setting in settings:
         if setting.partition("=")[0].partition(".")[0].strip() not in _CHANGEABLE:

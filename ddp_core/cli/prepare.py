@@ -39,8 +39,7 @@ def holds(numerics: Numerics) -> bool:
 def prepare(asked: Asked, command: str, can_hold: Callable[[Numerics], bool] = holds) -> Request:
     """The request that `command` asks for; what it leaves open, the launcher and this machine decide.
 
-    `can_hold` says whether this process computes with certain numerics, or will once it is started anew. Raises
-    UserError where the parts do not fit together, or a launcher has started something else than was asked for.
+    `can_hold` says whether this process computes with certain numerics, or will once it is started anew.
     """
     loaded = load_with_settings(asked.experiment, asked.settings, Path(asked.record) if asked.record else None)
     experiment = loaded.experiment
@@ -95,10 +94,7 @@ def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: 
 def _with_settings(
     loaded: LoadedExperiment, record: Experiment, settings: Sequence[str], incomplete: Sequence[Kind] = ()
 ) -> Experiment:
-    """The experiment with settings applied, and the defaults of builders written out.
-
-    These are the builders that a setting names anew, and those of the components `incomplete`.
-    """
+    """The experiment with settings, and the defaults of builders that are `incomplete` or that a setting names anew."""
     # A component that a setting names anew begins without the options of the one that it replaces.
     components = [name for name in _COMPONENTS if isinstance(getattr(record, name), Component)]
     names: dict[str, Kind] = {f"{component}.name": component for component in components}
@@ -145,10 +141,7 @@ def _check_nodes(asked: Asked, world: World) -> None:
 def _numerics(
     asked: Asked, experiment: Experiment, layout: Layout, can_hold: Callable[[Numerics], bool]
 ) -> tuple[Numerics, str | None]:
-    """The numerics that were asked for, else the experiment's own; or native, and why the portable ones cannot be had.
-
-    Raises UserError where an option asks for portable numerics that cannot be had.
-    """
+    """The numerics that were asked for, else the experiment's own; or native, and why the portable ones cannot be had."""
     wanted = asked.numerics or experiment.numerics
     reason = None
     if wanted == "portable":
@@ -176,10 +169,7 @@ def _is_deterministic(asked: Asked, reduction: ReductionKind, layout: Layout) ->
 
 
 def check_request(request: Request, only_look: bool = False) -> None:
-    """Check all that can be checked without starting a process. Raises UserError.
-
-    The output folder is made and written to; with `only_look`, nothing is.
-    """
+    """Check all that can be checked without starting a process; the output folder is made, unless this shall `only_look`."""
     experiment, options = request.loaded.experiment, request.options
     if options.profile:
         from ddp_core.observe.profiling import parse_window

@@ -26,8 +26,7 @@ from ddp_core.sharding import Sharding
 def rehearse(request: Request) -> int:
     """Print a row for each layout and a verdict; returns 0 where the run may be submitted, and 1 where bits differ.
 
-    The exit code is otherwise that of the layout asked for; another one may be refused. Raises UserError where `ddp
-    train` would before it starts.
+    The exit code is otherwise that of the layout asked for; another one may be refused.
     """
     if World.is_set():
         raise UserError("ddp rehearse starts processes itself: run it once, without torchrun or srun before it")

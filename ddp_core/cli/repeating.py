@@ -36,8 +36,7 @@ class Different(Exception):
 def run_in(named: Path, say: Callable[[str, str], object]) -> Iterator[Path]:
     """The run directory that is named, or that of a bundle, which is checked and unpacked for the block.
 
-    `say` is told of a bundle: what each line is about, and the line. Raises ChangedBundle, UserError for a file that is
-    no bundle or that could do harm when unpacked, and (4) for a full disk.
+    `say` is told of a bundle: what each line is about, and the line. Raises as `unpack_bundle`.
     """
     if not named.is_file():
         yield named
@@ -146,10 +145,7 @@ def _check_data(directory: RunDirectory, record: Mapping[str, Any], asked: Asked
 
 
 def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> str | None:
-    """The file with the weights that the run began with, or its copy in the directory; None for random weights.
-
-    Raises Different where both are gone, or the file holds other weights.
-    """
+    """The file with the weights that the run began with, or its copy in the directory; None for random weights."""
     weights = record.get("init_from")
     if weights is None:
         return None

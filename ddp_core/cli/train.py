@@ -44,7 +44,6 @@ def carry_out(
 
     `words`: the command line without `ddp`. `is_own_process`: whether this process ends with the command.
     `evaluated`: called once torch may be loaded; the weights that it names are evaluated, and nothing is trained.
-    Raises UserError.
     """
     world = World.from_environment()
     numerics = EarlyNumerics(words, is_own_process)
@@ -116,8 +115,7 @@ def _train(request: Request, world: World, is_host: bool) -> int:
 def require_free(asked: Asked, world: World) -> None:
     """Refuse early, before torch is loaded, where another process has the run directory or the port.
 
-    Either may still be taken a moment later: the run itself asks again, and then keeps both. Raises UserError (2) where
-    another run works in the directory to resume, and (4) where rank 0's port is in use.
+    Either may still be taken a moment later: the run itself asks again, and then keeps both.
     """
     if world.serves_store and asked.layout == "ddp":
         assert world.store_port is not None
@@ -131,8 +129,7 @@ def require_free(asked: Asked, world: World) -> None:
 def follow_launcher(asked: Asked, world: World, node: Node | None) -> tuple[Asked, bool]:
     """What was asked, with layout, nodes, ranks and meeting place from the launcher; and whether the nodes meet here.
 
-    `node`: the place of this process, if it was started once on each node. What the user has given is kept. Raises
-    UserError where it contradicts what the launcher has started.
+    `node`: the place of this process, if it was started once on each node. What the user has given is kept.
     """
     given = asked.model_fields_set
     if world.world_size > 1:
@@ -180,10 +177,7 @@ def _require_whole(asked: Asked, node: Node) -> None:
 
 
 def in_store(asked: Asked) -> Asked:
-    """What was asked, with what it goes on with brought from the store that `--output` or `--resume` names.
-
-    Raises UserError, also where processes that know nothing of each other would each copy the run.
-    """
+    """What was asked, with what it goes on with brought from the store that `--output` or `--resume` names."""
     from ddp_core.remote import brought_to_train, local
 
     for option, given in (("--fork", asked.fork), ("--init-from", asked.init_from)):

@@ -30,8 +30,6 @@ def verify(named: Path, rebuild: bool = False, **where: Any) -> int:
     """Repeat a run, or a bundle of one, on its layout or another; returns 0 when all that is compared has the same bits.
 
     That is the weights, their average, and where the promise covers it the optimizer's state and the last evaluation.
-    `rebuild`: with the bundle's own packages. Raises UserError for a run that cannot be repeated, or whose repetition
-    fails.
     """
     try:
         if rebuild:

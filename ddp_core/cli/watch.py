@@ -133,7 +133,7 @@ def watch_runs(place: Path, once: bool, seconds: float) -> int:
     """Show the run at `place`, or the runs in that folder, until none is at work; with `once`, as they stand.
 
     In a terminal the table of a folder waits for more runs until Ctrl-C. `seconds`: the least time between two lines
-    of progress of a run. Returns the exit code. Raises UserError (2) where there is nothing to watch.
+    of progress of a run.
     """
     console, lines = Console(), _Lines(seconds)
     has_table = console.is_terminal and not console.is_dumb_terminal

@@ -53,8 +53,7 @@ class Unpacked(NamedTuple):
 def unpack_bundle(file: Path, folder: Path) -> Unpacked:
     """Unpack the bundle into the folder, once each member is known to be as it was packed.
 
-    Raises ChangedBundle where one is not, with nothing unpacked; UserError for a file that is no bundle or that could
-    do harm when unpacked, and (4) for a full disk.
+    Raises ChangedBundle where one is not; UserError for what is no bundle or could do harm, and (4) for a full disk.
     """
     try:
         with ZipFile(file) as archive:
@@ -144,10 +143,7 @@ class Place(NamedTuple):
 
 @contextmanager
 def place_named(named: str | os.PathLike[str]) -> Iterator[Place]:
-    """The run and the checkpoint that a path means; a bundle is checked, and unpacked for the block.
-
-    Raises UserError where the path means nothing of the kind, and (3) for a bundle that was changed.
-    """
+    """The run and the checkpoint that a path means; a bundle is checked, and unpacked for the block. Raises UserError."""
     from ddp_core.remote import brought
 
     path = brought(named)

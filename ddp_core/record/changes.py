@@ -46,11 +46,7 @@ class Changes:
         fingerprint: Mapping[str, Any],
         steps_per_epoch: int,
     ) -> Changes:
-        """Compare with `before`, the content of run.json, and keep code that is changed.
-
-        Raises UserError (4) where the code cannot be written, and with `--guard strict` where the run can no longer be
-        what one training would have made of it.
-        """
+        """Compare with `before`, the content of run.json, and keep code that is changed. Raises as `not_promised`."""
         changes = cls(before["source"], {"source": before["source"]["folder"]})
         changes._note_source(directory, source, request, number=len(before["attempts"]) + 1)
         if (where := changed_at(recorded_digest(directory.path, before), data)) is not None:

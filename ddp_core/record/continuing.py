@@ -36,10 +36,7 @@ class Values(NamedTuple):
 
 
 def differing(record: Mapping[str, Any], experiment: Experiment) -> dict[str, Values]:
-    """The settings in which a run's record and an experiment differ, by the names that `--set` knows.
-
-    One that changes nothing of what is trained is left out.
-    """
+    """The settings in which a run's record and an experiment train something else, by the names that `--set` knows."""
     there, here = (dotted(part) for part in (record.get("experiment") or {}, experiment.to_json()))
     if there:
         # The record may be older than a setting; the run then had the setting's default.
@@ -58,10 +55,7 @@ def in_words(changes: Mapping[str, Values]) -> str:
 
 
 def refused_changes(changes: Mapping[str, Values]) -> str | None:
-    """The first of these differences that a fork may not have, in words; None where it may have them all.
-
-    `changes`: the value in the parent's record and the value now, by names that `--set` knows.
-    """
+    """The first of these differences that a fork may not have, in words; None where it may have them all."""
     for name, (there, here) in changes.items():
         if name in _STATE or name.partition(".")[0] in _ORDER:
             what = "what the optimizer's state means" if name in _STATE else "which samples come when"
@@ -76,10 +70,9 @@ def refused_changes(changes: Mapping[str, Values]) -> str | None:
 def find_resumable(request: Request, samples: int) -> RunDirectory | None:
     """The run that `--resume auto` means: the newest unfinished one of this experiment, or a finished one to extend.
 
-    `samples`: of the training data. Raises UserError (2) where a process works in the newest unfinished run of just
-    this experiment: it would be trained twice in silence. Raises UserError (3) where the newest unfinished run that
-    could be meant has other settings, and where a run has checkpoints but no record that says what it is: to start anew
-    would lose its work in silence.
+    Raises UserError (2) where a process works in that run, which would be trained twice in silence. Raises UserError
+    (3) where a run that could be meant has other settings, or checkpoints but no record that says what it is: to start
+    anew would lose its work in silence.
     """
     runs = _runs_of(request, partial(_refuse_unrecorded, request))
     unfinished = [directory for directory, record in runs if _is_unfinished(record, request)]
@@ -167,10 +160,7 @@ def require_continuable(directory: RunDirectory, request: Request, samples: int)
 
 
 def extends(record: Mapping[str, Any], request: Request, samples: int) -> bool:
-    """Whether the run is completed, and the request asks for more steps of it and for nothing else.
-
-    A run that a callback has ended early is extended by the same words, and by no less: not by the same length.
-    """
+    """Whether the run is completed, and the request asks for more steps of it and for nothing else."""
     experiment = request.loaded.experiment
     return (
         record.get("status") == "completed"
@@ -181,10 +171,7 @@ def extends(record: Mapping[str, Any], request: Request, samples: int) -> bool:
 
 
 def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
-    """Whether the run began with the weights that the request asks for (`--init-from`).
-
-    A request that names the run, but no weights, accepts those that the run began with. So with `--fork`.
-    """
+    """Whether the run began as the request asks for (`--init-from`, `--fork`), or the request names it and does not ask."""
     if not _branches_alike(record, request):
         return False
     given = request.asked.init_from

@@ -43,11 +43,9 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
-        """The folder of the checkpoints."""
         self.metrics = path / "metrics.jsonl"
-        """The file of metrics, one JSON object per line."""
         self.log = path / "log.txt"
-        """The file of the lines printed for the user."""
+        """The lines that were printed for the user."""
 
     @classmethod
     def create(cls, output: Path, experiment: Experiment, layout: Layout) -> RunDirectory:
@@ -78,10 +76,7 @@ class RunDirectory:
         raise UserError(f"{self.path} is not a run directory: it has no readable run.json ({reason})")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Replace run.json in one move: a reader sees the old file or the new one, also after a power cut.
-
-        Raises UserError (4).
-        """
+        """Replace run.json in one move: a reader sees the old file or the new one, also after a power cut."""
         try:
             replace_file(self.path / "run.json", json_text(record, indent=1) + "\n", durable=True)
         except OSError as error:
@@ -124,14 +119,8 @@ def pass_over(directory: RunDirectory, problem: str) -> None:
 
 
 def find_launch(
-    output: Path,
-    experiment: Experiment,
-    launch_id: str,
-    on_bad: Callable[[RunDirectory, str], None] = _ignore,
+    output: Path, experiment: Experiment, launch_id: str, on_bad: Callable[[RunDirectory, str], None] = _ignore
 ) -> RunDirectory | None:
-    """The run that an earlier round of the same launch has begun or finished; None if there is none.
-
-    `on_bad`: as for `find_runs`.
-    """
+    """The run that an earlier round of the same launch has begun or finished; None if there is none."""
     runs = list(find_runs(output / experiment.name, on_bad))
     return next((directory for directory, record in reversed(runs) if record["launch_id"] == launch_id), None)

@@ -90,10 +90,10 @@ def family_of(record: Mapping[str, Any]) -> str:
 
 
 def over_seeds(records: Iterable[Mapping[str, Any]]) -> OverSeeds | None:
-    """The figures of the completed runs, of each seed the first one; None for fewer than two seeds.
+    """The figures of the completed runs of one family, of each seed the first one; None for fewer than two seeds.
 
-    `records`: of one family. Where they are not all of the same origin and numerics, those alike with most seeds count.
-    A figure that a run does not have, or not as a finite number, is left out of the others.
+    Where they are not all of the same origin and numerics, those alike with most seeds count. A figure that a run does
+    not have, or not as a finite number, is left out of the others.
     """
     alike: dict[str, dict[int, Mapping[str, Any]]] = {}
     runs = Counter[str]()

@@ -28,11 +28,7 @@ _PIECE = 2**24
 
 
 def find_fork(request: Request, samples: int) -> RecordedFork:
-    """Where the request's new run, which is to be a fork, branches off. `samples`: of the training data.
-
-    Raises UserError where the run, or its checkpoint, is not there (3), or where a setting differs that a fork may not
-    change.
-    """
+    """Where the request's new run, which is to be a fork, branches off. Raises UserError, (3) without a checkpoint."""
     asked = request.asked
     assert asked.fork is not None
     parent = RunDirectory(Path(asked.fork))

@@ -13,10 +13,7 @@ from ddp_core.numerics.limits import RULES
 
 
 def portable_cpu(record: Mapping[str, Any]) -> str | None:
-    """The CPU of a run with portable numerics, whose fingerprint does not name the CPU; None for any other run.
-
-    `record` is the content of run.json.
-    """
+    """The CPU of a run with portable numerics, whose fingerprint does not name the CPU; None for any other run."""
     if record["fingerprint"].get("numerics") != "portable":
         return None
     cpu: str | None = (record.get("environment") or {}).get("cpu")
@@ -24,10 +21,7 @@ def portable_cpu(record: Mapping[str, Any]) -> str | None:
 
 
 def recorded_numerics(record: Mapping[str, Any]) -> str:
-    """The numerics that repeat a run.
-
-    `record` is the content of run.json. Raises UserError where this version does not compute by the run's rules.
-    """
+    """The numerics that repeat a run. Raises UserError where this version does not compute by the run's rules."""
     rules = (record.get("fingerprint") or {}).get("numerics_rules")
     if rules is None:
         return "native"

@@ -282,10 +282,7 @@ class RunRecord:
                     self.directory.update(promise_broken={"step": step, "what": what, "attempt": self.begun.attempt})
 
     def finish(self, trainer: Trainer, speed: dict[str, float]) -> dict[str, Any] | None:
-        """Write result, digests and the final weights; returns the result on rank 0, None on the others.
-
-        `speed` is this rank's, from its heartbeat.
-        """
+        """Write result, digests and the final weights; returns the result on rank 0, None on the others."""
         job = trainer.job
         end = gather_ends(trainer, speed, self.usage.totals())
         if not self.world.is_first:

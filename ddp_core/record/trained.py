@@ -114,10 +114,7 @@ class TrainedWeights:
 
     @contextmanager
     def experiment(self) -> Iterator[LoadedExperiment]:
-        """The recorded experiment with the code that the run has kept; its modules are imported within the block.
-
-        Raises UserError where that code was changed.
-        """
+        """The recorded experiment with the code that the run has kept; its modules are imported within the block."""
         require_source(self.run.path, self.record)
         source = self.record["source"]
         read_source(self.run.path, source)
@@ -143,10 +140,7 @@ class TrainedWeights:
 
 
 def weights_at(place: Place, at: At) -> TrainedWeights:
-    """The weights of a run, or of the one checkpoint that was named.
-
-    Raises UserError where `at` is not of that checkpoint, and (3) for a run without such a checkpoint.
-    """
+    """The weights of a run, or of the one checkpoint that was named. Raises UserError, (3) without such a checkpoint."""
     run, record = place.run, place.run.read()
     if place.checkpoint is not None:
         checkpoint = read_checkpoint(place.checkpoint)
@@ -228,11 +222,10 @@ class Export(NamedTuple):
 
 
 def export(place: Place, to: str, target: Path | None, at: At = "final", weights: Choice = "auto") -> Export:
-    """Write weights of a run into a new folder, in the format `to`.
+    """Write weights of a run into a new folder `target`, or one named by the experiment, the run and the format `to`.
 
-    `target`: the folder, which must not exist; None: one here, named by the experiment, the run and the format. Raises
-    UserError where the format cannot hold these weights, (3) where they are not those of the run, and (4) where nothing
-    can be written.
+    Raises UserError where the format cannot hold these weights, (3) where they are not those of the run, and (4) where
+    nothing can be written.
     """
     found = weights_at(place, at)
     name = found.record["experiment"]["name"]
@@ -260,7 +253,7 @@ def export(place: Place, to: str, target: Path | None, at: At = "final", weights
 
 
 def _write(target: Path, to: str, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write the folder under a name of its own, and rename it. Raises UserError, (4) where nothing can be written."""
+    """Write the folder under a name of its own, and rename it."""
     new = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     try:
         make_directory(target.absolute().parent)

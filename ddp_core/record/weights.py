@@ -29,10 +29,7 @@ _WRAPPED = "module."
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file of safetensors, of a state dict that torch.save wrote, or of a checkpoint, by name.
-
-    Raises UserError where it cannot be read, or holds something else.
-    """
+    """The tensors of a file of safetensors, of a state dict that torch.save wrote, or of a checkpoint. Raises UserError."""
     if is_there(path) and not is_file(path):
         raise UserError(f"weights file {path} cannot be read: it is no file")
     try:
@@ -64,18 +61,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def exchanged_weights(directory: Path, record: Mapping[str, Any]) -> str | None:
-    """The name of a file with other weights than those whose digest the record has; None where there is none.
-
-    Raises UserError (2) for a file that is missing, or cannot be read.
-    """
+    """The name of a file with other weights than those whose digest the record has; None where there is none."""
     return next((name for name, _, is_recorded in _states(directory, record) if not is_recorded), None)
 
 
 def final_weights(directory: Path, record: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """The state dicts of the files with a run's final weights, by the file's name; tied weights under all their names.
-
-    Raises UserError (3) where a file holds other weights than the run ended with, (2) where it cannot be read.
-    """
+    """The state dicts of the files with a run's final weights, by the file's name; tied weights under all their names."""
     found = {}
     for name, state, is_recorded in _states(directory, record):
         if not is_recorded:
@@ -85,7 +76,7 @@ def final_weights(directory: Path, record: Mapping[str, Any]) -> dict[str, dict[
 
 
 def require_recorded_weights(directory: Path, record: Mapping[str, Any]) -> None:
-    """Raises UserError (3) where a file holds other weights than the run ended with, (2) where it cannot be read."""
+    """Raises UserError (3) where a file holds other weights than the run ended with."""
     if (name := exchanged_weights(directory, record)) is not None:
         raise _exchanged(directory / name)
 
