@@ -26,7 +26,7 @@ from ddp_core.record.data import recorded_digest
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.trained import TrainedWeights
 from ddp_core.run.beginning import Beginning, begun
-from ddp_core.run.resuming import load_together
+from ddp_core.run.starting import load_together
 from ddp_core.trainers import Job, Trainer, build_trainer
 
 _NOT_FIGURES = ("kind", "time", "step", "epoch")
@@ -36,8 +36,8 @@ _NOT_FIGURES = ("kind", "time", "step", "epoch")
 def evaluate_run(request: Request, world: World) -> None:
     """Evaluate as one worker of `world`; rank 0 prints the figures.
 
-    Raises UserError, on every rank, where there is nothing to evaluate on, and where the same data and settings give
-    other figures than the run recorded under the same fingerprint; (3) where the weights are not those of the run.
+    Raises UserError, on every rank, also where the same data and settings give other figures than the run recorded
+    under the same fingerprint.
     """
     evaluated = request.evaluated
     assert evaluated is not None
@@ -80,10 +80,7 @@ def _weights(evaluated: Evaluated) -> TrainedWeights:
 
 
 def _load(trainer: Trainer, weights: TrainedWeights, evaluated: Evaluated) -> dict[str, str | None]:
-    """Put the weights into the trainer; returns their digests by the name that run.json gives them (rank 0).
-
-    Raises UserError (3), on every rank, where they are not those that the run has made.
-    """
+    """Put the weights into the trainer, if they are the run's; returns their digests by their names in run.json."""
     state, average = trainer.state, trainer.state.average
     if weights.checkpoint is None:
         kept = weights.read().by_kind

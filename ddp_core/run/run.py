@@ -34,7 +34,7 @@ from ddp_core.run.beginning import Beginning, Prepared, begun
 from ddp_core.run.job import job_of, metrics_of
 from ddp_core.run.memory import require_room
 from ddp_core.run.recovery import Recovery
-from ddp_core.run.starting import by_rank_0, choose_checkpoint, choose_run, open_record
+from ddp_core.run.starting import by_rank_0, choose_checkpoint, choose_run, open_record, resume
 from ddp_core.trainers import Trainer, build_trainer
 
 
@@ -45,11 +45,7 @@ def worker_main(words: Sequence[str]) -> int:
 
 
 def work(words: Sequence[str], kind: type[Recovery]) -> int:
-    """Carry out a launcher's request, with a recovery of this kind.
-
-    `words`: the path of a file with the request (`Request.to_json`). Which rank this process is, the variables of the
-    launcher say.
-    """
+    """Carry out a launcher's request, in the file that the one word names, with a recovery of this kind."""
     (file,) = words
     make_patient()
     try:
@@ -64,10 +60,7 @@ def work(words: Sequence[str], kind: type[Recovery]) -> int:
 
 
 def run_worker(request: Request, world: World, kind: type[Recovery] = Recovery) -> int:
-    """Carry the request out as one worker of `world`, and return the exit code.
-
-    How the worker ended is written to a report for the launcher, or printed where there is no launcher of ours.
-    """
+    """Carry the request out as one worker of `world`, report how that ended, and return the exit code."""
 
     def tell(line: str) -> None:
         report_end(world, ExitCode.BAD_INPUT, f"{world.place}: {line}")
@@ -118,8 +111,7 @@ def run(request: Request, world: World, recovery: Recovery) -> None:
 def _train(request: Request, world: World, stop: StopRequest, listen: Callable[[], object], recovery: Recovery) -> None:
     """Meet the other workers, build the parts, choose where to start, train, and keep the record (rank 0).
 
-    `listen` is called where requests to `stop` begin to be heeded. Raises what `run` does, and Regroup where the
-    workers have to meet anew.
+    `listen` is called where requests to `stop` begin to be heeded.
     """
     prepared = recovery.prepared
     with ExitStack() as stack:
@@ -172,10 +164,7 @@ def _open(request: Request, world: World, beginning: Beginning, prepared: Prepar
 
 
 def _choose_start(beginning: Beginning, record: RunRecord, recovery: Recovery) -> tuple[bool, Checkpoint | None]:
-    """Whether this goes on from a state that ranks hold, else the newest checkpoint.
-
-    Without either, the model gets the weights that the run begins with.
-    """
+    """Whether this goes on from a state that ranks hold, else the newest checkpoint, else with the initial weights."""
     collectives, directory = beginning.collectives, record.directory
     is_held = recovery.holds_newest(collectives, directory)
     checkpoint = None if is_held else choose_checkpoint(collectives, directory, beginning.console)
@@ -193,8 +182,6 @@ def _bring_to(checkpoint: Checkpoint | None, trainer: Trainer, record: RunRecord
     for line in record.notes:
         job.console.say(line)
     if checkpoint is not None:
-        from ddp_core.run.resuming import resume
-
         resume(trainer, checkpoint, directory, is_changed=bool(record.notes))
         return
     if record.world.is_first and next(each_record(directory.metrics), None):
