@@ -25,7 +25,7 @@ from ddp_core.config.options import Asked
 from ddp_core.distributed.children import Children
 from ddp_core.record.bundles import ChangedBundle
 from ddp_core.record.directory import RunDirectory, find_runs
-from ddp_core.record.guarded import what_broke_it
+from ddp_core.record.recorded import what_broke_it
 from ddp_core.record.run_json import RecordedKept, RecordedRun
 from ddp_core.record.weights import exchanged_weights
 from ddp_core.trainers.noting import state_digests

@@ -20,10 +20,9 @@ from ddp_core.checkpoint.manifest import manifest_at
 from ddp_core.experiment.kept_source import read_source
 from ddp_core.record.bundles import BUNDLE_FORMAT, MANIFEST, PINS
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.guarded import what_broke_it
 from ddp_core.record.pins import pins
-from ddp_core.record.recorded import require_source
-from ddp_core.record.weights import WEIGHTS, read_weights, require_recorded_weights
+from ddp_core.record.recorded import require_source, what_broke_it
+from ddp_core.record.weights import WEIGHTS, final_weights, read_weights
 
 _INITIAL_WEIGHTS = "init_from"
 """The member with the weights that the run began with, where it has any; its suffix is that of their file."""
@@ -84,7 +83,7 @@ def _members(path: Path, record: Mapping[str, Any]) -> dict[str, Content]:
         raise UserError(
             f"{odd[0]!r} cannot be the name of a file in a bundle, where names are UTF-8; rename it and train"
         )
-    require_recorded_weights(path, record)
+    final_weights(path, record)
     texts = {PINS: pins(record["environment"]), "README.txt": _readme(record, path.resolve().name, [*files, *initial])}
     if (what := what_broke_it(record)) is not None:
         texts[_BROKEN] = f"{what}\nThe run went on all the same (--on-difference warn).\n"

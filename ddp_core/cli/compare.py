@@ -16,8 +16,7 @@ from ddp_core.distributed.reports import tell_user
 from ddp_core.record.data import how_compared
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
 from ddp_core.record.figures import MOST, PREFIX, family_of, in_words, origin_of, over_seeds, own_figures
-from ddp_core.record.guarded import broken_promise, how_it_ended, was_rehearsed, what_broke_it
-from ddp_core.record.recorded import portable_cpu
+from ddp_core.record.recorded import broken_promise, how_it_ended, portable_cpu, was_rehearsed, what_broke_it
 
 RunAndRecord = tuple[RunDirectory, Mapping[str, Any]]
 

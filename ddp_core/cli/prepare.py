@@ -84,17 +84,15 @@ def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: 
     if record_file is not None:
         return _load_recorded(name_or_path, settings, RunDirectory(record_file.parent))
     loaded = load_experiment(name_or_path)
-    record = loaded.experiment
-    components = [name for name in _COMPONENTS if isinstance(getattr(record, name), Component)]
-    record = _with_settings(loaded, record, settings, components)
+    record = _with_settings(loaded, loaded.experiment, settings, is_complete=False)
     resolve(loaded, "loss", record.loss)
     return replace(loaded, experiment=record)
 
 
 def _with_settings(
-    loaded: LoadedExperiment, record: Experiment, settings: Sequence[str], incomplete: Sequence[Kind] = ()
+    loaded: LoadedExperiment, record: Experiment, settings: Sequence[str], is_complete: bool
 ) -> Experiment:
-    """The experiment with settings, and the defaults of builders that are `incomplete` or that a setting names anew."""
+    """The experiment with settings; with the defaults of builders written out, unless all but the new ones have them."""
     # A component that a setting names anew begins without the options of the one that it replaces.
     components = [name for name in _COMPONENTS if isinstance(getattr(record, name), Component)]
     names: dict[str, Kind] = {f"{component}.name": component for component in components}
@@ -103,7 +101,7 @@ def _with_settings(
         component = getattr(record, kind)
         record = record.model_copy(update={kind: component.model_copy(update={"options": {}})})
         record = record.with_settings([setting])
-    for kind in dict.fromkeys([*incomplete, *named.values()]):
+    for kind in dict.fromkeys(named.values() if is_complete else components):
         component = getattr(record, kind)
         completed = complete_options(component, resolve(loaded, kind, component.name), kind)
         record = record.model_copy(update={kind: completed})
@@ -119,7 +117,7 @@ def _load_recorded(path: str, settings: Sequence[str], directory: RunDirectory) 
     served = Served(str((directory.path / record["source"]["folder"]).absolute()), record["source"]["modules"])
     serve_modules(served)
     loaded = load_experiment(path)
-    recorded = _with_settings(loaded, recorded_experiment(record), settings)
+    recorded = _with_settings(loaded, recorded_experiment(record), settings, is_complete=True)
     return replace(loaded, experiment=recorded, served=served)
 
 

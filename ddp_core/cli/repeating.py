@@ -22,9 +22,8 @@ from ddp_core.record.bundles import unpack_bundle
 from ddp_core.record.data import digest_data, recorded_digest
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import describe_code
-from ddp_core.record.guarded import broken_promise
 from ddp_core.record.pins import package_differences
-from ddp_core.record.recorded import as_recorded, require_source
+from ddp_core.record.recorded import as_recorded, broken_promise, require_source
 from ddp_core.record.weights import read_weights
 
 

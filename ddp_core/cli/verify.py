@@ -20,8 +20,7 @@ from ddp_core.record.bundles import ChangedBundle
 from ddp_core.record.continuing import LENGTH, kept_length
 from ddp_core.record.data import how_compared
 from ddp_core.record.directory import RunDirectory, find_runs
-from ddp_core.record.guarded import broken_promise, how_it_ended, what_broke_it
-from ddp_core.record.recorded import portable_cpu
+from ddp_core.record.recorded import broken_promise, how_it_ended, portable_cpu, what_broke_it
 from ddp_core.record.weights import WEIGHTS, exchanged_weights, read_weights
 from ddp_core.trainers.noting import first_other, named
 

@@ -41,11 +41,7 @@ class Decision:
 
 
 def losses(codes: Mapping[int, int], stopped: Collection[int], node: str) -> list[str]:
-    """A line about each worker that can write no report itself.
-
-    `codes`: exit codes by rank, minus the signal's number for a killed worker. `stopped`: the ranks that are stopped
-    (SIGSTOP). `node`: where they run, such as "node 0".
-    """
+    """A line about each worker that can write no report itself: one that a signal has killed or stopped (SIGSTOP)."""
     lost = {rank: f"was killed ({signal.Signals(-code).name})" for rank, code in codes.items() if code < 0}
     lost |= dict.fromkeys(stopped, "is stopped; it is killed now")
     return [f"rank {rank} ({node}) {what}" for rank, what in sorted(lost.items())]
@@ -57,11 +53,7 @@ def patience(codes: Collection[int]) -> int:
 
 
 def may_make_room(codes: Collection[int], world_is_local: bool) -> bool:
-    """Whether workers that saved and left may have been asked to by another node's launcher, to take in a new node.
-
-    `codes`: the exit codes of this node's workers. `world_is_local`: these workers are all of the launch, so there is
-    no other node's launcher.
-    """
+    """Whether workers that saved and left may have been asked to by another node's launcher, to take in a new node."""
     return ExitCode.STOPPED in codes and not world_is_local
 
 
@@ -84,9 +76,9 @@ def after_failure(codes: Collection[int], reason: str | None, room: bool, restar
 
 
 def after_making_room(code: int | None) -> Next:
-    """What follows when healthy workers were ended because a node waits.
+    """What follows when healthy workers were ended because a node waits; `code`: that in the most telling report.
 
-    `code`: the exit code in the most telling report. A worker may have failed meanwhile over something that a new start
-    would repeat: the waiting node may be a peer that lost a worker of ours, and noticed before this launcher did.
+    A worker may have failed meanwhile over something that a new start would repeat: the waiting node may be a peer that
+    lost a worker of ours, and noticed before this launcher did.
     """
     return Next.END if code in FINAL - {ExitCode.STOPPED} else Next.MAKE_ROOM

@@ -42,11 +42,9 @@ def run_node(
     nursery: Nursery | None,
     supervision: Supervision,
 ) -> int:
-    """Join the other nodes and run `python WORDS` as the workers of this node, restarted as needed.
+    """Join the other nodes and run `python WORDS` as the workers of this node, restarted as needed; returns the exit code.
 
-    The nursery starts them; without one each is a fresh interpreter. Returns the exit code.
-
-    Raises UserError where the rendezvous cannot be reached or is not completed.
+    The nursery starts them; without one each is a fresh interpreter.
     """
     os.environ[SEPARATE_STORES] = "1"
     # The agent's loggers have levels of their own, so their lines are dropped here. This launcher prints what the user
@@ -150,8 +148,8 @@ def _code_of(result: RunResult, directory: Path) -> int:
 def _code_after(number: signal.Signals, died_of: Collection[int], directory: Path) -> int:
     """The exit code after a signal to the launcher, or to a worker that had not begun: 75 where the workers have saved.
 
-    `died_of`: the signals that killed workers. Raises UserError (75) where the workers had not begun: the signal, which
-    they handle while they train, has killed them, or they were not there yet.
+    Raises UserError (75) where the workers had not begun: the signal, which they handle while they train, has killed
+    them, or they were not there yet.
     """
     reports = read_reports(directory)
     # Where the signal has killed a worker that had not begun, another worker may report that loss; it explains nothing.

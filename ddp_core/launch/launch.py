@@ -79,11 +79,7 @@ def _launch_elastic(request: Request, meeting: Meeting, file: str, entry: Entry,
 
 
 def _run_until_met(request: Request, meeting: Meeting, run_node: Callable[[], int]) -> int:
-    """Run this node again, a few times, when it has lost what its agent cannot do without: the rendezvous.
-
-    The agent itself starts lost workers again. Waits longer each time, about half a minute in all. Raises UserError
-    when the rendezvous does not come back.
-    """
+    """Run this node again when it has lost what its agent cannot do without: the rendezvous. Waits half a minute in all."""
     pauses = [1.0, 2.0, 4.0, 8.0, 16.0] if meeting.endpoint is not None and request.options.max_restarts else []
     for pause in pauses:
         try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,7 +61,7 @@ def unpack_bundle(file: Path, folder: Path) -> Unpacked:
                 raise ChangedBundle(changed)
             record = shown_record(parse_document(_text(archive, "run.json", MOST_RECORD_BYTES), RecordedRun))
             told = Unpacked(len(members), record, _text(archive, PINS))
-            _unpack(archive, members, folder)
+            archive.extractall(folder)
     except (BadZipFile, RuntimeError, EOFError, KeyError, ValueError, struct.error) as error:
         raise UserError(f"{file} is not a bundle, or is damaged: {error}") from None
     except OSError as error:
@@ -121,14 +120,6 @@ def _text(archive: ZipFile, name: str, most_bytes: int = MOST_BYTES) -> str:
     if archive.getinfo(name).file_size > most_bytes:
         raise ValueError(f"{name} is too large")
     return archive.read(name).decode()
-
-
-def _unpack(archive: ZipFile, members: list[ZipInfo], folder: Path) -> None:
-    for member in members:
-        place = folder / member.filename
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with archive.open(member) as source, place.open("xb") as target:
-            shutil.copyfileobj(source, target, 1 << 20)
 
 
 class Place(NamedTuple):

@@ -16,7 +16,7 @@ from ddp_core.experiment.source import FOLDER, Source
 from ddp_core.record.continuing import differing, in_words, kept_length
 from ddp_core.record.data import recorded_digest
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.guarded import broken_promise, not_promised
+from ddp_core.record.recorded import broken_promise, not_promised
 from ddp_core.record.run_json import RecordedFork
 
 _UNLIKE_BEFORE = "bit-identity with the steps before is not promised,"

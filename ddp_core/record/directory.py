@@ -33,10 +33,6 @@ def shown_record(record: RecordedRun) -> RecordedRun:
     return cast(RecordedRun, {**shown_in({**record, "experiment": None}), "experiment": record["experiment"]})
 
 
-def _ignore(directory: RunDirectory, problem: str) -> None:
-    pass
-
-
 class RunDirectory:
     """One run's directory."""
 
@@ -93,7 +89,7 @@ class RunDirectory:
 
 
 def find_runs(
-    place: Path, on_bad: Callable[[RunDirectory, str], None] = _ignore
+    place: Path, on_bad: Callable[[RunDirectory, str], None] | None = None
 ) -> Iterator[tuple[RunDirectory, RecordedRun]]:
     """Every readable run at or below `place`, with its record, oldest first.
 
@@ -109,7 +105,8 @@ def find_runs(
         try:
             found.append((directory, directory.read()))
         except UserError as error:
-            on_bad(directory, str(error))
+            if on_bad is not None:
+                on_bad(directory, str(error))
     yield from sorted(found, key=lambda pair: pair[1]["started_at"])
 
 
@@ -119,7 +116,10 @@ def pass_over(directory: RunDirectory, problem: str) -> None:
 
 
 def find_launch(
-    output: Path, experiment: Experiment, launch_id: str, on_bad: Callable[[RunDirectory, str], None] = _ignore
+    output: Path,
+    experiment: Experiment,
+    launch_id: str,
+    on_bad: Callable[[RunDirectory, str], None] | None = None,
 ) -> RunDirectory | None:
     """The run that an earlier round of the same launch has begun or finished; None if there is none."""
     runs = list(find_runs(output / experiment.name, on_bad))

@@ -28,7 +28,7 @@ from ddp_core.record.continuing import continue_command
 from ddp_core.record.data import keep_digest
 from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
 from ddp_core.record.environment import describe_environment
-from ddp_core.record.guarded import broken_promise, how_it_ended, not_promised
+from ddp_core.record.recorded import broken_promise, how_it_ended, not_promised
 from ddp_core.record.result import early_end, gather_ends, result_of, save_weights, summary
 from ddp_core.record.run_json import RecordedFork, RecordedWeights
 from ddp_core.trainers import Trainer

@@ -66,26 +66,20 @@ def exchanged_weights(directory: Path, record: Mapping[str, Any]) -> str | None:
 
 
 def final_weights(directory: Path, record: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """The state dicts of the files with a run's final weights, by the file's name; tied weights under all their names."""
+    """The state dicts of the files with a run's final weights, by the file's name; tied weights under all their names.
+
+    Raises UserError (3) where a file holds other weights than the run ended with.
+    """
     found = {}
     for name, state, is_recorded in _states(directory, record):
         if not is_recorded:
-            raise _exchanged(directory / name)
+            raise UserError(
+                f"{directory / name} holds other weights than the run ended with; restore it from a copy, or train "
+                "again",
+                ExitCode.NO_CHECKPOINT,
+            )
         found[name] = state
     return found
-
-
-def require_recorded_weights(directory: Path, record: Mapping[str, Any]) -> None:
-    """Raises UserError (3) where a file holds other weights than the run ended with."""
-    if (name := exchanged_weights(directory, record)) is not None:
-        raise _exchanged(directory / name)
-
-
-def _exchanged(file: Path) -> UserError:
-    return UserError(
-        f"{file} holds other weights than the run ended with; restore it from a copy, or train again",
-        ExitCode.NO_CHECKPOINT,
-    )
 
 
 def _states(directory: Path, record: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Tensor], bool]]:
@@ -121,7 +115,7 @@ def find_weights(given: str) -> RecordedWeights:
         record = run.read()
         is_finished = record["status"] == "completed"
         if is_finished and is_there(final):
-            require_recorded_weights(path, record)
+            final_weights(path, record)
             path = final
         elif (newest := newest_valid(run.checkpoints)) is None:
             raise UserError(f"--init-from {path}: the run has no checkpoint yet", ExitCode.NO_CHECKPOINT)

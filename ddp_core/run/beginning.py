@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -32,7 +32,7 @@ from ddp_core.observe.metrics import Console
 from ddp_core.observe.usage import Usage
 from ddp_core.record.data import agreed_digest, digest_data, has_files_to_read, read_on_each_node
 from ddp_core.record.environment import facts_of
-from ddp_core.record.guarded import not_promised
+from ddp_core.record.recorded import not_promised
 from ddp_core.run.starting import ChosenRun
 from ddp_core.sharding import Sharding
 from ddp_core.trainers.train_state import score_of
@@ -67,9 +67,9 @@ class Prepared:
     usage: Usage | None = None
 
     def prepare(self, request: Request) -> None:
-        """Do before there is a group what needs none, so that the others need not wait for it. Raises UserError.
+        """Do before there is a group what needs none, so that the others need not wait for it.
 
-        The model is dropped. Metrics that cannot be tried on the CPU are tried in the group.
+        Metrics that cannot be tried on the CPU are tried in the group.
         """
         device = torch.device("cpu")
         with _kernels(request):
@@ -92,13 +92,19 @@ def begun(
 ) -> Iterator[Beginning]:
     """A block in which this worker has met the others, with kernels and numerics as the request has them.
 
-    `prepared` is filled, and used where it is full. `kind`: see `process_group`. Raises UserError, on every rank, where
-    the ranks have another version of ddp_core, request, code, model or data.
+    `prepared` is filled, and used where it is full. `kind`: see `process_group`.
     """
-    require_open_files(world.world_size, request.options.workers)
+    options, layout = request.options, request.layout
+    require_open_files(world.world_size, options.workers)
     with ExitStack() as stack:
         stack.enter_context(_kernels(request))
-        collectives = stack.enter_context(_meet(request, world, kind))
+        device = local_device(world, layout.device)
+        if Sharding.of(layout).cuts_parameters and device.type == "cpu":
+            return_large_blocks()
+        else:
+            keep_freed_memory()
+        group = process_group(world, device, options.timeout, options.backend, layout.kind == "ddp", kind)
+        collectives = stack.enter_context(group)
         console = stack.enter_context(closing(Console(world.rank, world.world_size)))
         yield Beginning(collectives, console, *_build_the_same(request, collectives, console, prepared or Prepared()))
 
@@ -114,20 +120,6 @@ def _kernels(request: Request) -> Iterator[None]:
 
     with portable_kernels():
         yield
-
-
-def _meet(
-    request: Request, world: World, kind: Callable[[World, torch.device], Collectives]
-) -> AbstractContextManager[Collectives]:
-    """The process group of all workers, on this process's own device."""
-    options, layout = request.options, request.layout
-    device = local_device(world, layout.device)
-    if Sharding.of(layout).cuts_parameters and device.type == "cpu":
-        return_large_blocks()
-    else:
-        keep_freed_memory()
-    even_alone = layout.kind == "ddp"
-    return process_group(world, device, options.timeout, options.backend, even_alone, kind)
 
 
 def _build_the_same(
@@ -185,10 +177,7 @@ def _built(request: Request, device: torch.device, prepared: Prepared) -> tuple[
 
 
 def _own_metrics(request: Request, parts: BuiltExperiment, device: torch.device, is_known: bool) -> OwnMetrics | None:
-    """The experiment's metrics, as they are counted, once they were tried; not where it `is_known` that they work.
-
-    Raises UserError where none of the figures is the one that the experiment calls the best.
-    """
+    """The experiment's metrics, as they are counted, once they were tried; not where it `is_known` that they work."""
     own_metrics: OwnMetrics | None = None
     if parts.metrics is not None:
         from ddp_core.trainers.own_metrics import OwnMetrics

@@ -18,10 +18,7 @@ _WAY_OUT = "or go on with --on-difference warn"
 
 
 def explained(mini: Miniature, layout: Layout, folder: Path, single: Repeated, step: int, names: list[str]) -> str:
-    """The line for what a rehearsal has found: what differs first in which step, what makes the difference, a way out.
-
-    `single` is the training in one process, from which `step` of the one on `layout` differs.
-    """
+    """The line for what a rehearsal has found: what differs first in which step, what makes the difference, a way out."""
     found = (
         "one process, killed and resumed, has other weights than one that is not"
         if layout.kind == "single"
@@ -38,10 +35,7 @@ def explained(mini: Miniature, layout: Layout, folder: Path, single: Repeated, s
 
 
 def _operation(mini: Miniature, layout: Layout, folder: Path, step: int) -> str:
-    """The first operation of the step that has another result on the layout than in one process, as an addition.
-
-    Empty where that cannot be said.
-    """
+    """The first operation of the step that has another result on the layout than in one process, where that is known."""
     if layout.kind == "dp" or layout.shard == "parameters":  # threads compute, or a part of the weights is gathered
         return ""
     places = [folder / "operations" / name for name in ("alone", "there")]

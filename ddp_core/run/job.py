@@ -36,10 +36,7 @@ def job_of(
     stop: StopRequest,
     heartbeat: Heartbeat,
 ) -> Iterator[Job]:
-    """What the trainer is given; what it saves and observes with is closed when the block ends.
-
-    `heartbeat` observes first.
-    """
+    """What the trainer is given; what it saves and observes with is closed when the block ends."""
     request, directory, world = record.request, record.directory.path, record.world
     collectives, console, parts = beginning.collectives, beginning.console, beginning.parts
     with (

@@ -88,7 +88,7 @@ def alone(mini: Miniature, folder: Path) -> Training:
 def compared(mini: Miniature, layout: Layout, single: Training, folder: Path) -> tuple[Repeated, str | None]:
     """The miniature on the layout, killed and resumed; and what is other there than in a `single` process, in words.
 
-    Raises UserError, with its exit code, where one of the two has failed, or data are others at each read.
+    Raises UserError where one of the two has failed, or data are others at each read.
     """
     if layout.device == "cuda":
         single.wait()  # two trainings would take each other's memory
@@ -118,11 +118,8 @@ def require_ended(repeated: Repeated, where: str) -> None:
 
 
 def _random_data(request: Request) -> str | None:
-    """A line that names a training sample which is another one when it is read twice; None where there is none.
-
-    A strict guard, which refuses such data, does not ask.
-    """
-    if request.options.guard == "strict":
+    """A line that names a training sample which is another one when it is read twice; None where there is none."""
+    if request.options.guard == "strict":  # which refuses such data
         return None
     with contextlib.suppress(UserError):
         number = unsteady_sample(build_splits(request.loaded, Path(request.options.data_dir)))

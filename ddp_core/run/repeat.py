@@ -91,10 +91,10 @@ class Training:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "request.json"
         file.write_text(request.to_json(), encoding="utf-8")
-        start = _interpreter if request.layout.device == "cuda" and cuda_driver.is_started() else _Fork
+        start = _interpreter if request.layout.device == "cuda" and cuda_driver.is_started() else _fork
         is_rank = ranks > 1 or request.layout.kind == "ddp"
         port = free_port() if ranks > 1 else None
-        self._processes: list[subprocess.Popen[bytes] | _Fork] = []
+        self._processes: list[subprocess.Popen[bytes] | multiprocessing.process.BaseProcess] = []
         for rank in range(ranks):
             world = World(rank, ranks, rank, ranks, store_host="127.0.0.1" if port else None, store_port=port)
             # One process of its own has a world of 1.
@@ -131,7 +131,7 @@ class Training:
         return Repeated(code, said, [read_notes(self._folder / "notes", rank) for rank in ranks])
 
     def _codes(self) -> list[int | None]:
-        return [each.poll() for each in self._processes]
+        return [each.poll() if isinstance(each, subprocess.Popen) else each.exitcode for each in self._processes]
 
 
 def _last_line(file: Path) -> str:
@@ -155,18 +155,10 @@ def _interpreter(words: Sequence[str], environment: Mapping[str, str], log: Path
         )
 
 
-class _Fork:
-    """A rank that is a fork of this process, with the two methods of subprocess.Popen that are used here."""
-
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        self._process = _FORK.Process(target=_work, args=(words, environment, log))
-        self._process.start()
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
+def _fork(words: Sequence[str], environment: Mapping[str, str], log: Path) -> multiprocessing.process.BaseProcess:
+    process = _FORK.Process(target=_work, args=(words, environment, log))
+    process.start()
+    return process
 
 
 def _work(words: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
