@@ -23,13 +23,11 @@ from ddp_core.distributed.reports import Report, clear_reports, read_reports, te
 from ddp_core.launch.decision import (
     FINISHING_SECONDS,
     MAKING_ROOM,
-    Decision,
-    Next,
     after_failure,
-    after_making_room,
     losses,
     may_make_room,
     patience,
+    would_repeat,
 )
 from ddp_core.launch.meeting import require_same_request
 from ddp_core.launch.nursery import Nursery, started_by
@@ -104,13 +102,8 @@ class Agent(LocalElasticAgent):
         explained = self._end_after_failure(worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            decision = self._decide(worker_group, result, explained)
-            tell_user(*decision.words)
-            # torch starts the workers again where restarts are left, and takes one away.
-            if decision.next is Next.MAKE_ROOM:
-                self._remaining_restarts += 1
-            elif decision.next is Next.END:
-                self._remaining_restarts = 0
+            self._remaining_restarts, words = self._decide(worker_group, result, explained)
+            tell_user(*words)
         return result
 
     def _starting(self) -> AbstractContextManager[None]:
@@ -156,7 +149,8 @@ class Agent(LocalElasticAgent):
                 f"{_DISK_SECONDS:.0f} s; the run goes on when that answers, and cannot be ended before"
             )
 
-    def _decide(self, worker_group: WorkerGroup, result: RunResult, explained: bool) -> Decision:
+    def _decide(self, worker_group: WorkerGroup, result: RunResult, explained: bool) -> tuple[int, list[str]]:
+        """See `after_failure`."""
         reports = read_reports(self._reports)
         codes = {failure.exitcode for failure in result.failures.values()} | {report.exit_code for report in reports}
         reason = reports[0].message if reports and not explained else None
@@ -177,7 +171,7 @@ class Agent(LocalElasticAgent):
             tell_user(MAKING_ROOM)
             self._stop_workers(worker_group)
             reports = read_reports(self._reports)
-            if reports and after_making_room(reports[0].exit_code) is Next.END:
+            if reports and would_repeat(reports[0].exit_code):
                 raise WouldRepeat(reports[0])
         super()._restart_workers(worker_group)
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from enum import Enum, auto
 
 from ddp_core.base.errors import ExitCode
 
@@ -19,25 +17,6 @@ _LEAVING_SECONDS = 8
 MAKING_ROOM = "another node has come; the workers save and start again with it"
 FINAL = frozenset(ExitCode) - {ExitCode.DONE, ExitCode.PEERS_LOST}
 """The exit codes of workers to which a new start would only bring the same end."""
-
-
-class Next(Enum):
-    """What follows the end of a node's workers."""
-
-    RESTART = auto()
-    """A new start from the last checkpoint, which is counted."""
-    MAKE_ROOM = auto()
-    """A new start together with the node that waits, which is not counted."""
-    END = auto()
-    """The end of the launch."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What follows the end of a node's workers, and the lines that tell the user."""
-
-    next: Next
-    words: tuple[str, ...] = ()
 
 
 def losses(codes: Mapping[int, int], stopped: Collection[int], node: str) -> list[str]:
@@ -57,28 +36,29 @@ def may_make_room(codes: Collection[int], world_is_local: bool) -> bool:
     return ExitCode.STOPPED in codes and not world_is_local
 
 
-def after_failure(codes: Collection[int], reason: str | None, room: bool, restarts_left: int) -> Decision:
-    """What follows when workers of this node have failed, and the others were ended.
+def after_failure(codes: Collection[int], reason: str | None, room: bool, restarts_left: int) -> tuple[int, list[str]]:
+    """When workers have failed and the others were ended: the restarts that torch's agent has, and lines for the user.
 
-    `codes`: exit codes, also those in the reports: a worker that has reported why it leaves may be killed before it has
-    left. `reason`: the message of the most telling report, None where the user has been told already. `room`: workers
-    may have left to take in a node (`may_make_room`), and a node does wait. `restarts_left`: new starts still allowed.
+    torch's agent starts the workers again where restarts are left, and takes one away. `codes`: exit codes, also those
+    in the reports: a worker that has reported why it leaves may be killed before it has left. `reason`: the message of
+    the most telling report, None where the user has been told already. `room`: workers may have left to take in a node
+    (`may_make_room`), and a node does wait.
     """
     if room:
-        # The workers have saved, to start again with the node that waits.
-        return Decision(Next.MAKE_ROOM, (MAKING_ROOM,))
+        # The workers have saved, to start again with the node that waits, which is not counted.
+        return restarts_left + 1, [MAKING_ROOM]
     if restarts_left == 0 or FINAL.intersection(codes):
-        return Decision(Next.END)
+        return 0, []
     said = [] if reason is None else [reason.removesuffix("; continue with --resume auto")]
     left = restarts_left - 1
     said.append(f"starting the workers again from the last checkpoint ({left} more restarts allowed)")
-    return Decision(Next.RESTART, tuple(said))
+    return restarts_left, said
 
 
-def after_making_room(code: int | None) -> Next:
-    """What follows when healthy workers were ended because a node waits; `code`: that in the most telling report.
+def would_repeat(code: int) -> bool:
+    """Whether what ended a healthy worker, while a node waits, would only come to the same end with that node.
 
-    A worker may have failed meanwhile over something that a new start would repeat: the waiting node may be a peer that
-    lost a worker of ours, and noticed before this launcher did.
+    A worker may have failed meanwhile: the waiting node may be a peer that lost a worker of ours, and noticed before
+    this launcher did. `code`: that in the most telling report.
     """
-    return Next.END if code in FINAL - {ExitCode.STOPPED} else Next.MAKE_ROOM
+    return code in FINAL - {ExitCode.STOPPED}

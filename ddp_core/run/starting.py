@@ -1,4 +1,4 @@
-"""Where a run starts or goes on: its directory and record, its checkpoint or weights, chosen by rank 0 for all ranks."""
+"""Where a run starts or goes on: its directory and record, its checkpoint or weights, chosen by rank 0 for all."""
 
 from __future__ import annotations
 
