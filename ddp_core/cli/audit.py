@@ -57,7 +57,7 @@ class Report:
 
 
 def audit(named: Path, report: Report, **words: Any) -> int:
-    """Audit a finished run or a bundle of one; returns 0 where all that was looked at is what its record says, else 1."""
+    """Audit a finished run or a bundle of one; returns 0 where all that was looked at is as its record says, else 1."""
     try:
         with run_in(named, report.say) as path:
             return _audit(path, report, **words)

@@ -65,7 +65,7 @@ def _is_refused(directory: RunDirectory, record: Mapping[str, Any]) -> bool:
 
 
 def titles_of(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-    """A title for the runs of each experiment: its name, and what sets it apart from the one of that name with most runs."""
+    """A title for the runs of each experiment: its name, and what sets it apart from the main one of that name."""
     main: dict[str, Sequence[Mapping[str, Any]]] = {}
     for group in sorted(groups, key=len, reverse=True):
         main.setdefault(group[0]["experiment"]["name"], group)
@@ -130,7 +130,7 @@ def aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def verdict(records: Iterable[Mapping[str, Any]]) -> str:
-    """Whether the completed exact runs ended with the same weights; if not, the likely cause; and whom that leaves out."""
+    """Whether the completed exact runs ended with the same weights; if not, the likely cause; and who is left out."""
     records = list(records)
     broken = [words for record in records if (words := broken_promise(record))]
     left_out = f"; left out: {', '.join(broken)}" if broken else ""

@@ -92,7 +92,7 @@ def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: 
 def _with_settings(
     loaded: LoadedExperiment, record: Experiment, settings: Sequence[str], is_complete: bool
 ) -> Experiment:
-    """The experiment with settings; with the defaults of builders written out, unless all but the new ones have them."""
+    """The experiment with settings, and builders' defaults written out: of all, or of new ones if it `is_complete`."""
     # A component that a setting names anew begins without the options of the one that it replaces.
     components = [name for name in _COMPONENTS if isinstance(getattr(record, name), Component)]
     names: dict[str, Kind] = {f"{component}.name": component for component in components}
@@ -139,7 +139,7 @@ def _check_nodes(asked: Asked, world: World) -> None:
 def _numerics(
     asked: Asked, experiment: Experiment, layout: Layout, can_hold: Callable[[Numerics], bool]
 ) -> tuple[Numerics, str | None]:
-    """The numerics that were asked for, else the experiment's own; or native, and why the portable ones cannot be had."""
+    """The numerics that were asked for, else the experiment's own; or native, and why portable ones cannot be had."""
     wanted = asked.numerics or experiment.numerics
     reason = None
     if wanted == "portable":
@@ -167,7 +167,7 @@ def _is_deterministic(asked: Asked, reduction: ReductionKind, layout: Layout) ->
 
 
 def check_request(request: Request, only_look: bool = False) -> None:
-    """Check all that can be checked without starting a process; the output folder is made, unless this shall `only_look`."""
+    """Check all that can be checked without starting a process; make the output folder, unless it shall `only_look`."""
     experiment, options = request.loaded.experiment, request.options
     if options.profile:
         from ddp_core.observe.profiling import parse_window
@@ -211,7 +211,7 @@ def check_request(request: Request, only_look: bool = False) -> None:
 
         require_continuable(RunDirectory(Path(request.resume)), request, len(splits.train))
     elif request.resume == "never" and request.asked.fork is not None:
-        from ddp_core.record.forking import find_fork
+        from ddp_core.record.changes import find_fork
 
         find_fork(request, len(splits.train))
     if request.evaluated is None:

@@ -31,7 +31,7 @@ _OWN = {"samebits": "ddp_core", "samebits-lab": "ddp_lab"}
 
 
 def verify_rebuilt(bundle: Path, where: Mapping[str, Any]) -> int:
-    """Verify the bundle in an environment of its own; returns what `ddp verify` ended with there. Raises ChangedBundle."""
+    """Verify the bundle in an environment of its own; returns what `ddp verify` ended with there."""
     uv = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if uv is None:
         raise UserError(needs("--rebuild", "uv", "uv"))

@@ -26,7 +26,7 @@ from ddp_core.trainers.noting import first_other, named
 
 
 def verify(named: Path, rebuild: bool = False, **where: Any) -> int:
-    """Repeat a run, or a bundle of one, on its layout or another; returns 0 when all that is compared has the same bits.
+    """Repeat a run, or a bundle of one, on its layout or another; returns 0 if all that is compared has the same bits.
 
     That is the weights, their average, and where the promise covers it the optimizer's state and the last evaluation.
     """

@@ -51,8 +51,6 @@ def own_address(meeting: Meeting) -> str:
 
     The host of the rendezvous may know its own name as a loopback address, as Debian does: it takes the address that it
     would use towards another network, if there is any.
-
-    Raises UserError (2) where the endpoint is not HOST:PORT, and RendezvousLost where its name is not known.
     """
     if meeting.endpoint is None:
         return _LOOPBACK
@@ -85,10 +83,7 @@ class _Rendezvous(DynamicRendezvousHandler):
 
 
 def join(meeting: Meeting, address: str, join_seconds: int) -> RendezvousHandler:
-    """Reach the place where the nodes of this launch meet, by torch's rendezvous.
-
-    `join_seconds`: how long to wait for the least number of nodes, and for the host. Raises what `reach` does.
-    """
+    """Reach the place where the nodes of this launch meet, by torch's rendezvous; wait so long for the least number."""
     assert meeting.launch_id is not None
     store = reach(meeting)
     try:

@@ -82,7 +82,7 @@ class Nursery:
         self._process.join()
 
     def start(self, words: Sequence[str], environment: Mapping[str, str]) -> ForkedWorker:
-        """A process that runs `entry(words)` and ends with the code that this returns. Raises OSError without a nursery."""
+        """A process that runs `entry(words)` and ends with the code that this returns. Raises OSError."""
         request = next(self._requests)
         try:
             self._channel.send((request, list(words), dict(environment)))
@@ -213,7 +213,7 @@ def _begin(name: str) -> None:
 def started_by(
     nursery: Nursery | None, more: Callable[[Mapping[str, str]], Mapping[str, str]] = lambda _: {}
 ) -> contextlib.AbstractContextManager[None]:
-    """While in the block, the nursery, if there is one, starts torch's workers; `more` gives further variables for each."""
+    """While in the block, the nursery, if any, starts torch's workers; `more` gives further variables for each."""
 
     def start(usual: Callable[..., Any], *, args: tuple[str, ...], env: dict[str, str], **others: Any) -> Any:
         _, _, *words = args  # -m PACKAGE

@@ -134,7 +134,7 @@ class Place(NamedTuple):
 
 @contextmanager
 def place_named(named: str | os.PathLike[str]) -> Iterator[Place]:
-    """The run and the checkpoint that a path means; a bundle is checked, and unpacked for the block. Raises UserError."""
+    """The run and the checkpoint that a path means; a bundle is checked, and unpacked for the block."""
     from ddp_core.remote import brought
 
     path = brought(named)

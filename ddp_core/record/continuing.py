@@ -171,7 +171,7 @@ def extends(record: Mapping[str, Any], request: Request, samples: int) -> bool:
 
 
 def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
-    """Whether the run began as the request asks for (`--init-from`, `--fork`), or the request names it and does not ask."""
+    """Whether the run began as the request asks (`--init-from`, `--fork`), or the request names it and does not ask."""
     if not _branches_alike(record, request):
         return False
     given = request.asked.init_from

@@ -77,7 +77,7 @@ class RunLock:
 
 
 def is_held(directory: str | Path, patience: float | None = None) -> bool:
-    """Whether some process, on this host or in another container, runs in `directory`; True takes `patience` seconds."""
+    """Whether a process, on this host or in another container, runs in `directory`; True takes `patience` seconds."""
     try:
         file = open_file(Path(directory) / _NAME)
     except (FileNotFoundError, NotAFile):

@@ -140,7 +140,7 @@ class TrainedWeights:
 
 
 def weights_at(place: Place, at: At) -> TrainedWeights:
-    """The weights of a run, or of the one checkpoint that was named. Raises UserError, (3) without such a checkpoint."""
+    """The weights of a run, or of the one checkpoint that was named. Raises UserError, (3) without a checkpoint."""
     run, record = place.run, place.run.read()
     if place.checkpoint is not None:
         checkpoint = read_checkpoint(place.checkpoint)

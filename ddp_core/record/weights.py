@@ -29,7 +29,7 @@ _WRAPPED = "module."
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file of safetensors, of a state dict that torch.save wrote, or of a checkpoint. Raises UserError."""
+    """The tensors of a file of safetensors, of a state dict that torch.save wrote, or of a checkpoint."""
     if is_there(path) and not is_file(path):
         raise UserError(f"weights file {path} cannot be read: it is no file")
     try:

@@ -34,11 +34,7 @@ _NOT_FIGURES = ("kind", "time", "step", "epoch")
 
 
 def evaluate_run(request: Request, world: World) -> None:
-    """Evaluate as one worker of `world`; rank 0 prints the figures.
-
-    Raises UserError, on every rank, also where the same data and settings give other figures than the run recorded
-    under the same fingerprint.
-    """
+    """Evaluate as one worker of `world`; rank 0 prints the figures, which is an error where the run recorded others."""
     evaluated = request.evaluated
     assert evaluated is not None
     output = sys.stdout

@@ -18,7 +18,7 @@ _WAY_OUT = "or go on with --on-difference warn"
 
 
 def explained(mini: Miniature, layout: Layout, folder: Path, single: Repeated, step: int, names: list[str]) -> str:
-    """The line for what a rehearsal has found: what differs first in which step, what makes the difference, a way out."""
+    """What a rehearsal has found, in a line: what differs first in which step, what makes the difference, and a way out."""
     found = (
         "one process, killed and resumed, has other weights than one that is not"
         if layout.kind == "single"
@@ -35,7 +35,7 @@ def explained(mini: Miniature, layout: Layout, folder: Path, single: Repeated, s
 
 
 def _operation(mini: Miniature, layout: Layout, folder: Path, step: int) -> str:
-    """The first operation of the step that has another result on the layout than in one process, where that is known."""
+    """The first operation of the step that has another result on the layout than in one process, if that is known."""
     if layout.kind == "dp" or layout.shard == "parameters":  # threads compute, or a part of the weights is gathered
         return ""
     places = [folder / "operations" / name for name in ("alone", "there")]

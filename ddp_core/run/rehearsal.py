@@ -86,10 +86,7 @@ def alone(mini: Miniature, folder: Path) -> Training:
 
 
 def compared(mini: Miniature, layout: Layout, single: Training, folder: Path) -> tuple[Repeated, str | None]:
-    """The miniature on the layout, killed and resumed; and what is other there than in a `single` process, in words.
-
-    Raises UserError where one of the two has failed, or data are others at each read.
-    """
+    """The miniature on the layout, killed and resumed; and what is other there than in a `single` process, in words."""
     if layout.device == "cuda":
         single.wait()  # two trainings would take each other's memory
     asked, reference = mini.killed_and_resumed(layout, folder / "asked"), single.wait()

@@ -88,10 +88,7 @@ def run_worker(request: Request, world: World, kind: type[Recovery] = Recovery) 
 
 
 def run(request: Request, world: World, recovery: Recovery) -> None:
-    """Train, and where the recovery has it so, go on without a rank that is lost.
-
-    Raises Stopped after a request to stop, UserError for what the user can mend, and whatever the model raised.
-    """
+    """Train, and where the recovery has it so, go on without a rank that is lost."""
     stop = StopRequest(
         request.options.stop_signal,
         request.options.max_seconds,

@@ -35,10 +35,7 @@ _Choice = TypeVar("_Choice")
 
 
 def by_rank_0(collectives: Collectives, choose: Callable[_P, _Choice], *words: _P.args, **named: _P.kwargs) -> _Choice:
-    """What `choose` returns on rank 0, the only rank that calls it, on every rank; every rank raises its UserError.
-
-    An OSError becomes one (4).
-    """
+    """What `choose` returns on rank 0, the only rank that calls it, on every rank; every rank raises its error."""
     answer: tuple[_Choice | None, UserError | None] = (None, None)
     if collectives.world.is_first:
         try:
@@ -100,7 +97,7 @@ def _choose_directory(request: Request, source: Source, samples: int, world: Wor
 
 def _choose_fork(request: Request, samples: int, data: DataDigest) -> RecordedFork:
     """Where a new run branches off (`--fork`). Raises UserError, also where the data are others than the parent's."""
-    from ddp_core.record.forking import find_fork
+    from ddp_core.record.changes import find_fork
 
     fork = find_fork(request, samples)
     parent = RunDirectory(Path(fork["run"]))
@@ -117,7 +114,7 @@ def choose_checkpoint(collectives: Collectives, directory: RunDirectory, console
 
     def newest() -> Checkpoint | None:
         if (fork := directory.read().get("forked_from")) is not None:
-            from ddp_core.record.forking import bring_checkpoint
+            from ddp_core.record.changes import bring_checkpoint
 
             bring_checkpoint(directory, fork)
         return newest_valid(directory.checkpoints, console.say)

@@ -14,7 +14,7 @@ WITHOUT = {
     "cli": "entry prepare train_command",
     "launch": "agent nodes supervision",
     "live": "launch workers",
-    "record": "forking run_json",
+    "record": "run_json",
     "run": "evaluating explaining recovery repeater",
     "trainers": "digests distributed sharded",
 }

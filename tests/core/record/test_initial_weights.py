@@ -171,7 +171,7 @@ def test_a_run_starts_another_with_the_weights_of_its_record_alone(tmp_path: Pat
             find_weights(str(tmp_path))
     file.unlink()
     found = find_weights(str(tmp_path))
-    assert (Path(found["file"]).name, found["sha256"]) == ("step-000000004.pt", digest), "the checkpoint of the last step"
+    assert (Path(found["file"]).name, found["sha256"]) == ("step-000000004.pt", digest), "the last step's checkpoint"
     (run.checkpoints / "step-000000004.pt").unlink()
     with refusing():
         find_weights(str(tmp_path))
