@@ -53,11 +53,16 @@ def prepare(asked: Asked, command: str, can_hold: Callable[[Numerics], bool] = h
         reduction = "plain"
         say_once(world, f"plain reduction instead of exact: {inexact_because}")
     numerics, why_native = _numerics(asked, experiment, layout, can_hold)
+    output = asked.output
+    if is_address(output):
+        from ddp_core.remote import local
+
+        output = str(local(output))
     decided = {
         "reduction": reduction,
         "numerics": numerics,
         "deterministic": _is_deterministic(asked, reduction, layout),
-        "output": _folder(asked.output),
+        "output": output,
         "launcher": "in-process" if layout.kind != "ddp" else "external" if World.is_set() else "torchrun",
     }
     options = Options(**asked.model_dump(include=set(Options.model_fields)) | decided)
@@ -65,14 +70,6 @@ def prepare(asked: Asked, command: str, can_hold: Callable[[Numerics], bool] = h
     if why_native is not None:
         say_once(world, f"native numerics instead of portable: {why_native}")
     return Request(loaded, layout, options, asked.resume, command, asked)
-
-
-def _folder(output: str) -> str:
-    if not is_address(output):
-        return output
-    from ddp_core.remote import local
-
-    return str(local(output))
 
 
 def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: Path | None = None) -> LoadedExperiment:

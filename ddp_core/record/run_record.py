@@ -171,11 +171,6 @@ class RunRecord:
         )
         return Begun(len(before.get("attempts", [])), self.fence.token, None if kept is None else kept["every"])
 
-    @property
-    def is_random(self) -> bool:
-        """Whether the data are known to differ from one read to the next; the same on every rank of a new run."""
-        return self.origin.data.sha256 is None
-
     @contextlib.contextmanager
     def outcome(self) -> Iterator[None]:
         """Record how the run ended; a failed collective becomes PeersLost, which names the lost ranks."""

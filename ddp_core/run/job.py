@@ -59,7 +59,7 @@ def job_of(
                 note_kept=record.note_kept if world.is_first else None,
                 mark_broken=record.mark_broken,
                 witness=OverSocket(directory) if world.is_first else None,
-                has_random_data=record.is_random,
+                has_random_data=record.origin.data.sha256 is None,
             ),
             trial=Trial(
                 request.asked.miniature, request.asked.only_steps, request.noted_in, request.asked.operations_at
