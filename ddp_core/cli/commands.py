@@ -236,11 +236,7 @@ def export_(run: Path, **choices: Any) -> int:
     from ddp_core.record.trained import export
 
     with place_named(run) as place:
-        done = export(place, **choices)
-    for line in done.notes:
-        print(f"note: {line}")
-    print(f"{done.file}: {done.file.stat().st_size:,} bytes")
-    print(f"weights sha256 {done.digest}")
+        export(place, **choices)
     return ExitCode.DONE
 
 

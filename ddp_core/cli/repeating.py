@@ -80,8 +80,7 @@ def checked(directory: RunDirectory, record: Mapping[str, Any], where: Mapping[s
     # The bits of the plain reduction belong to a layout.
     place = where if options["reduction"] == "exact" else place_of(record, {"data_dir": where.get("data_dir")})
     asked = Asked.model_validate(again | place)
-    for line in _check_code(directory, record):
-        print(f"note: {line}")
+    _check_code(directory, record)
     _check_data(directory, record, asked)
     return asked.model_copy(update={"init_from": _initial_weights(directory, record)})
 
@@ -103,24 +102,22 @@ def _require_repeatable(path: Path, record: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_code(directory: RunDirectory, record: Mapping[str, Any]) -> list[str]:
-    """Notes on code that has changed since, but is not what is trained. Raises Different where the run's copy has."""
+def _check_code(directory: RunDirectory, record: Mapping[str, Any]) -> None:
+    """Say which code has changed since, but is not what is trained. Raises Different where the run's copy has."""
     try:
         kept = read_source(directory.path, record["source"])
     except UserError as error:
         raise Different(f"different code: {error}") from None
-    notes = []
     beside = Path(record["experiment_file"]).parent
     today = {place: read_file(beside / place) for place in kept.texts if is_file(beside / place)}
     edited = changed_files({place: kept.texts[place] for place in today}, today)
     if edited:
-        notes.append(
-            f"{', '.join(str(beside / place) for place in edited)} changed after the run; "
+        print(
+            f"note: {', '.join(str(beside / place) for place in edited)} changed after the run; "
             f"the run's own copy in {directory.path / record['source']['folder']} is what is trained"
         )
     if (other := other_ddp(record)) is not None:
-        notes.append(other)
-    return notes
+        print(f"note: {other}")
 
 
 def other_ddp(record: Mapping[str, Any]) -> str | None:

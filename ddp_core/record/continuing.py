@@ -90,7 +90,7 @@ def find_resumable(request: Request, samples: int) -> RunDirectory | None:
             raise UserError(
                 f"--resume auto: {directory.path} is an unfinished run of {request.loaded.path.name} with "
                 f"{_in_words(record, request)}. To continue it: {_continue_it(directory, record, request)} "
-                f"To start anew: {_command(request, resume='never')}",
+                f"To start anew: {command_for(request, resume='never')}",
                 ExitCode.NO_CHECKPOINT,
             )
     return None
@@ -104,7 +104,7 @@ def _refuse_unrecorded(request: Request, directory: RunDirectory, problem: str) 
         f"--resume auto: {directory.path} has a checkpoint of step {found[0].step}, but no record that tells "
         f"whether it is the run to continue ({problem}). Bring its run.json back from a copy; or move the folder "
         f"away and begin with its weights: --init-from {found[0].path}; or leave it there and start anew: "
-        f"{_command(request, resume='never')}",
+        f"{command_for(request, resume='never')}",
         ExitCode.NO_CHECKPOINT,
     )
 
@@ -216,14 +216,14 @@ def _continue_it(directory: RunDirectory, record: Mapping[str, Any], request: Re
     theirs = [
         shown(f"{name}={setting_text(values.there)}") for name, values in other.items() if values.there is not ...
     ]
-    return _command(request, resume=str(directory.path), settings=(*kept, *theirs), init_from=None)
+    return command_for(request, resume=str(directory.path), settings=(*kept, *theirs), init_from=None)
 
 
 def _fork_it(directory: RunDirectory, record: Mapping[str, Any], request: Request) -> str:
     """The command that goes on from the run's checkpoint with the settings of the request; empty where none can."""
     if refused_changes(differing(record, request.loaded.experiment)) or not starts_alike(record, request):
         return ""
-    command = _command(request, resume="never", fork=str(directory.path))
+    command = command_for(request, resume="never", fork=str(directory.path))
     return f"To go on from its newest checkpoint with these settings, as a new run: {command} "
 
 
@@ -233,15 +233,10 @@ def _value(value: Any) -> str:
 
 def continue_command(request: Request) -> str:
     """The command that continues the request's run after it was stopped."""
-    return _command(request, resume="auto" if request.resume == "never" else request.resume)
+    return command_for(request, resume="auto" if request.resume == "never" else request.resume)
 
 
-def accepting_command(directory: RunDirectory, request: Request) -> str:
-    """The command that continues the run with changed code."""
-    return _command(request, resume=str(directory.path), accept_changed_code=True)
-
-
-def _command(request: Request, **changes: Any) -> str:
+def command_for(request: Request, **changes: Any) -> str:
     """The request's command line with some fields changed, quoted for a shell and set in backticks."""
     asked = request.asked
     changes = {"faults": (), "accept_changed_code": False} | changes

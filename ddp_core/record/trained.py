@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -212,20 +212,11 @@ def load_model(
             return found.model(loaded, states.by_kind[kind], device)
 
 
-class Export(NamedTuple):
-    """What was written."""
-
-    file: Path
-    digest: str
-    notes: list[str]
-    """What the user must know of it."""
-
-
-def export(place: Place, to: str, target: Path | None, at: At = "final", weights: Choice = "auto") -> Export:
+def export(place: Place, to: str, target: Path | None, at: At = "final", weights: Choice = "auto") -> Path:
     """Write weights of a run into a new folder `target`, or one named by the experiment, the run and the format `to`.
 
-    Raises UserError where the format cannot hold these weights, (3) where they are not those of the run, and (4) where
-    nothing can be written.
+    Prints what was written, and returns the file. Raises UserError where the format cannot hold these weights, (3)
+    where they are not those of the run, and (4) where nothing can be written.
     """
     found = weights_at(place, at)
     name = found.record["experiment"]["name"]
@@ -248,8 +239,12 @@ def export(place: Place, to: str, target: Path | None, at: At = "final", weights
         "weights": kind,
     }
     _write(target, to, state, metadata)
-    notes = [] if why is None else [f"{kind} weights: {why}; --weights chooses"]
-    return Export(target / FILES[to], metadata["digest"], notes)
+    file = target / FILES[to]
+    if why is not None:
+        print(f"note: {kind} weights: {why}; --weights chooses")
+    print(f"{file}: {file.stat().st_size:,} bytes")
+    print(f"weights sha256 {metadata['digest']}")
+    return file
 
 
 def _write(target: Path, to: str, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

@@ -22,7 +22,7 @@ from ddp_core.experiment.request import Request
 from ddp_core.experiment.source import Source
 from ddp_core.observe.heartbeat import clear_heartbeats
 from ddp_core.observe.metrics import Console
-from ddp_core.record.continuing import accepting_command, find_resumable, find_unfinished, require_continuable
+from ddp_core.record.continuing import command_for, find_resumable, find_unfinished, require_continuable
 from ddp_core.record.data import recorded_digest
 from ddp_core.record.directory import RunDirectory, find_launch, pass_over
 from ddp_core.record.lock import RunLock
@@ -168,7 +168,8 @@ def _require_source(directory: RunDirectory, request: Request, source: Source, w
     changed = changed_files(before.texts, source.texts)
     if not changed:
         return
-    names, command = ", ".join(changed), accepting_command(directory, request)
+    command = command_for(request, resume=str(directory.path), accept_changed_code=True)
+    names = ", ".join(changed)
     if world.launch_id is not None and record.get("launch_id") == world.launch_id:
         raise UserError(
             f"{names} changed while this launch trained, so its workers cannot start again with the same code: "
