@@ -6,7 +6,10 @@ or rank is one training, and not as many trainings as there are processes.
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,23 +17,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_address
 from ddp_core.base.silent_ends import no_silent_end
-from ddp_core.cli.early_numerics import EarlyNumerics
 from ddp_core.config.options import Asked, NodeRange
+from ddp_core.config.records import Numerics
 from ddp_core.distributed.addresses import address_served, require_port
 from ddp_core.distributed.launchers import Node
 from ddp_core.distributed.reports import report_end
 from ddp_core.distributed.stop import signal_named, stops_at_once
 from ddp_core.distributed.world import World, node_here
 from ddp_core.experiment.file import find_experiment
+from ddp_core.numerics.limits import LIMITS, limits_hold, portable_refused_by
 from ddp_core.record.lock import require_unlocked
 
 if TYPE_CHECKING:
     from ddp_core.experiment.request import Evaluated, Request
 
 _ALONE = "for a training of its own in each process, say --nnodes 1"
+_SECOND_START = "DDP_SECOND_START"
+_GPU_DRIVER = Path("/dev/nvidiactl")
+_PORTABLE = re.compile(rb"""^[^#\n]*\bnumerics["']?\s*[=:]\s*["']portable""", re.MULTILINE)
+"""How an experiment's file, or a run.json, says so."""
 
 
 def carry_out(
@@ -46,8 +55,7 @@ def carry_out(
     `evaluated`: called once torch may be loaded; the weights that it names are evaluated, and nothing is trained.
     """
     world = World.from_environment()
-    numerics = EarlyNumerics(words, is_own_process)
-    numerics.expect(asked)
+    numerics = EarlyNumerics(asked, words, is_own_process)
     asked, is_host = follow_launcher(asked, world, node_here())
     if not is_rehearsal and any(
         map(is_address, filter(None, (asked.output, asked.resume, asked.fork, asked.init_from)))
@@ -201,3 +209,61 @@ def in_store(asked: Asked) -> Asked:
             )
         brought_to_train(asked.output, wanted)
     return asked
+
+
+class EarlyNumerics:
+    """The numerics of this process: set as expected before torch is loaded, and put right once the request is known.
+
+    The experiment says which numerics it is for, but its file can only be run with torch. So the file's text is first
+    searched for that. Where what is found proves wrong, because the file computes the value perhaps, the process starts
+    itself anew once the request is known. Where the process does not end with the command, its variables stay as they
+    are, and it is not started anew.
+    """
+
+    def __init__(self, asked: Asked, words: Sequence[str], is_own_process: bool) -> None:
+        # Workers must not inherit the variable: they may have to be started anew themselves.
+        self._is_second = os.environ.pop(_SECOND_START, None) is not None
+        self._words, self._is_own = words, is_own_process
+        self._before = dict(os.environ)
+        may_set = is_own_process and not self._is_second and "torch" not in sys.modules
+        self._has_set_limits = may_set and expected_numerics(asked) != "native"
+        if self._has_set_limits:
+            os.environ.update(LIMITS)
+
+    def can_hold(self, numerics: Numerics) -> bool:
+        """Whether this process computes with these numerics, or may be started anew so that it does."""
+        return self._holds(numerics) or (self._is_own and not self._is_second)
+
+    def _holds(self, numerics: Numerics) -> bool:
+        return limits_hold() if numerics != "native" else not self._has_set_limits
+
+    def start_anew_unless(self, numerics: Numerics) -> None:
+        """Start this process anew, and do not return, where it does not compute with these numerics but can."""
+        if not self._holds(numerics) and self.can_hold(numerics):
+            limits = LIMITS if numerics != "native" else {}
+            sys.stdout.flush()
+            sys.stderr.flush()
+            words = [sys.executable, "-m", "ddp_core", *self._words]
+            os.execve(sys.executable, words, {**self._before, **limits, _SECOND_START: "1"})
+
+
+def expected_numerics(asked: Asked) -> Numerics:
+    """The numerics that the request will have, as far as can be told without loading torch."""
+    has_gpu = asked.device == "cuda" or (asked.device == "auto" and _GPU_DRIVER.exists())
+    if has_gpu or portable_refused_by() is not None:
+        return "native"
+    if asked.numerics is not None:
+        return asked.numerics
+    pairs = [setting.partition("=") for setting in asked.settings]
+    settings = [value.strip() for name, _, value in pairs if name.strip() == "numerics"]
+    is_portable = settings[-1].strip('"') == "portable" if settings else _is_written_portable(asked)
+    return "portable" if is_portable else "native"
+
+
+def _is_written_portable(asked: Asked) -> bool:
+    """Whether the run.json to train again, or else the experiment's file, has `numerics="portable"` in it."""
+    try:
+        file = find_experiment(asked.experiment) if asked.record is None else Path(asked.record)
+        return _PORTABLE.search(read_file(file)) is not None
+    except (OSError, UserError):
+        return False  # the run itself says what is wrong with the file

@@ -231,11 +231,6 @@ def _value(value: Any) -> str:
     return "none" if value is ... else repr(value)
 
 
-def continue_command(request: Request) -> str:
-    """The command that continues the request's run after it was stopped."""
-    return command_for(request, resume="auto" if request.resume == "never" else request.resume)
-
-
 def command_for(request: Request, **changes: Any) -> str:
     """The request's command line with some fields changed, quoted for a shell and set in backticks."""
     asked = request.asked

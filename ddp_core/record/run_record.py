@@ -24,7 +24,7 @@ from ddp_core.experiment.request import Request
 from ddp_core.experiment.source import FOLDER, Source, collect
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
-from ddp_core.record.continuing import continue_command
+from ddp_core.record.continuing import command_for
 from ddp_core.record.data import keep_digest
 from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
 from ddp_core.record.environment import describe_environment
@@ -180,7 +180,8 @@ class RunRecord:
         except Regroup:
             raise  # the run goes on
         except Stopped as stopped:
-            told = Stopped(stopped.reason, stopped.step, continue_command(self.request))
+            resume = "auto" if self.request.resume == "never" else self.request.resume
+            told = Stopped(stopped.reason, stopped.step, command_for(self.request, resume=resume))
             self._end("stopped", ExitCode.STOPPED, str(told))
             raise told from None
         except UserError as error:

@@ -29,7 +29,7 @@ from ddp_core.base.user_code import MODULE_PREFIX
 from ddp_core.checkpoint import Fence, best_checkpoint, find_checkpoints, newest_valid, sweep
 from ddp_core.checkpoint.manifest import _canonical
 from ddp_core.cli import main
-from ddp_core.cli.early_numerics import expected_numerics
+from ddp_core.cli.train import expected_numerics
 from ddp_core.cli.prepare import load_with_settings
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Asked, Options
