@@ -65,9 +65,7 @@ def audit(named: Path, report: Report, **words: Any) -> int:
         return report.end(f"different bundle: {shown(str(changed))}. Nothing was trained.", DIFFERENT)
 
 
-def _audit(
-    path: Path, report: Report, segments: int, seed: int | None, record_sha256: str | None, **where: Any
-) -> int:
+def _audit(path: Path, report: Report, segments: int, seed: int | None, record_sha256: str | None, **where: Any) -> int:
     directory = RunDirectory(path)
     record = directory.read()
     if record["status"] != "completed":

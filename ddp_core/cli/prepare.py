@@ -78,12 +78,22 @@ def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: 
     With `record_file`, a run.json, the experiment is the one recorded there, with the settings applied. Its file then
     gives the functions only, and imports the modules that the run has kept.
     """
-    if record_file is not None:
-        return _load_recorded(name_or_path, settings, RunDirectory(record_file.parent))
+    if record_file is None:
+        loaded = load_experiment(name_or_path)
+        experiment = _with_settings(loaded, loaded.experiment, settings, is_complete=False)
+        resolve(loaded, "loss", experiment.loss)
+        return replace(loaded, experiment=experiment)
+    from ddp_core.experiment.kept_source import serve_modules
+    from ddp_core.record.recorded import recorded_experiment
+
+    record = RunDirectory(record_file.parent).read()
+    # Absolute, because a worker may start in another folder.
+    folder = record_file.parent.absolute() / record["source"]["folder"]
+    served = Served(str(folder), record["source"]["modules"])
+    serve_modules(served)
     loaded = load_experiment(name_or_path)
-    record = _with_settings(loaded, loaded.experiment, settings, is_complete=False)
-    resolve(loaded, "loss", record.loss)
-    return replace(loaded, experiment=record)
+    experiment = _with_settings(loaded, recorded_experiment(record), settings, is_complete=True)
+    return replace(loaded, experiment=experiment, served=served)
 
 
 def _with_settings(
@@ -103,19 +113,6 @@ def _with_settings(
         completed = complete_options(component, resolve(loaded, kind, component.name), kind)
         record = record.model_copy(update={kind: completed})
     return record.with_settings([setting for setting in settings if setting not in named])
-
-
-def _load_recorded(path: str, settings: Sequence[str], directory: RunDirectory) -> LoadedExperiment:
-    from ddp_core.experiment.kept_source import serve_modules
-    from ddp_core.record.recorded import recorded_experiment
-
-    record = directory.read()
-    # Absolute, because a worker may start in another folder.
-    served = Served(str((directory.path / record["source"]["folder"]).absolute()), record["source"]["modules"])
-    serve_modules(served)
-    loaded = load_experiment(path)
-    recorded = _with_settings(loaded, recorded_experiment(record), settings, is_complete=True)
-    return replace(loaded, experiment=recorded, served=served)
 
 
 def _check_nodes(asked: Asked, world: World) -> None:

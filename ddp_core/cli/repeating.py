@@ -23,7 +23,7 @@ from ddp_core.record.data import digest_data, recorded_digest
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import describe_code
 from ddp_core.record.pins import package_differences
-from ddp_core.record.recorded import as_recorded, broken_promise, require_source
+from ddp_core.record.recorded import as_recorded, broken_promise
 from ddp_core.record.weights import read_weights
 
 
@@ -68,15 +68,15 @@ def place_of(record: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, A
     return where | {name: value for name, value in asked.items() if value}
 
 
-def checked(directory: RunDirectory, record: Mapping[str, Any], where: Mapping[str, Any]) -> Asked:
+def checked(directory: RunDirectory, record: Mapping[str, Any], where: dict[str, Any]) -> Asked:
     """What trains the run again; `where`: the options that say where. Raises UserError and Different."""
     path, options = directory.path, record["options"]
-    _require_repeatable(path, record)
     again = as_recorded(path, record) | {
         "digest_every": options["digest_every"],
         # Where the run went on after a finding of its guard, its repetition must go on, too.
         "on_difference": "stop" if broken_promise(record) is None else "warn",
     }
+    _require_repeatable(path, record)
     # The bits of the plain reduction belong to a layout.
     place = where if options["reduction"] == "exact" else place_of(record, {"data_dir": where.get("data_dir")})
     asked = Asked.model_validate(again | place)
@@ -87,7 +87,6 @@ def checked(directory: RunDirectory, record: Mapping[str, Any], where: Mapping[s
 
 def _require_repeatable(path: Path, record: Mapping[str, Any]) -> None:
     """Raises UserError for a run that training cannot repeat."""
-    require_source(path, record)
     if record["source"]["unreadable"]:
         raise UserError(
             f"{path} cannot be repeated: the source of module {record['source']['unreadable'][0]} was gone when it "
@@ -145,7 +144,7 @@ def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> str 
     weights = record.get("init_from")
     if weights is None:
         return None
-    places = [Path(weights["file"]), directory.path / f"init_from{Path(weights["file"]).suffix}"]
+    places = [Path(weights["file"]), directory.path / f"init_from{Path(weights['file']).suffix}"]
     file = next((place for place in places if is_file(place)), None)
     if file is None:
         raise Different(f"different start: {weights['file']} is gone, whose weights the run began with")

@@ -25,8 +25,8 @@ from ddp_core.distributed.processes import state_of
 from ddp_core.observe.heartbeat import Beat, read_heartbeats
 from ddp_core.observe.metrics import MetricsRecord, duration_text, readable
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
-from ddp_core.record.recorded import how_it_ended
 from ddp_core.record.lock import is_held
+from ddp_core.record.recorded import how_it_ended
 
 _LOOK_SECONDS, _LOOKS_PER_SEARCH, _MOST_RANKS, _END_BYTES = 1.0, 5, 8, 2**18
 SILENT_SECONDS = 15.0

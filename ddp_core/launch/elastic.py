@@ -42,7 +42,7 @@ def run_node(
     nursery: Nursery | None,
     supervision: Supervision,
 ) -> int:
-    """Join the other nodes and run `python WORDS` as this node's workers, restarted as needed; returns the exit code."""
+    """Join the other nodes and run `python WORDS` as this node's workers, restarted as needed; returns the code."""
     os.environ[SEPARATE_STORES] = "1"
     # The agent's loggers have levels of their own, so their lines are dropped here. This launcher prints what the user
     # must know.

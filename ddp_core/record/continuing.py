@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_there
@@ -28,11 +28,8 @@ _STATE = ("optimizer.name", "optimizer.implementation")
 """Settings that say which samples come when, and those that say what the optimizer's state means."""
 
 
-class Values(NamedTuple):
-    """A setting's value in a run's record and in the request; Ellipsis where one of them has no such setting."""
-
-    there: Any
-    here: Any
+Values = tuple[Any, Any]
+"""A setting's value there, in a run's record, and here, in the request; Ellipsis where it has no such setting."""
 
 
 def differing(record: Mapping[str, Any], experiment: Experiment) -> dict[str, Values]:
@@ -43,8 +40,8 @@ def differing(record: Mapping[str, Any], experiment: Experiment) -> dict[str, Va
         later = {name: field.default for name, field in Experiment.model_fields.items() if name in here}
         there = later | there
     names = [name for name in [*here, *(there.keys() - here.keys())] if name != UNTRAINED]
-    values = {name: Values(there.get(name, ...), here.get(name, ...)) for name in names}
-    return {name: pair for name, pair in values.items() if pair.there != pair.here}
+    values = {name: (there.get(name, ...), here.get(name, ...)) for name in names}
+    return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
 
 
 def in_words(changes: Mapping[str, Values]) -> str:
@@ -185,7 +182,7 @@ def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
     if recorded["given"] == given:
         # The weights may be of a run that is still trained, and so has newer ones by now.
         return not is_there(Path(recorded["file"])) or find_weights(recorded["file"])["sha256"] == recorded["sha256"]
-    return find_weights(given)["sha256"] == recorded["sha256"]
+    return bool(find_weights(given)["sha256"] == recorded["sha256"])
 
 
 def _branches_alike(record: Mapping[str, Any], request: Request) -> bool:
@@ -213,9 +210,7 @@ def _continue_it(directory: RunDirectory, record: Mapping[str, Any], request: Re
     """The command that continues the run, with the settings of its record instead of those of the request."""
     other = differing(record, request.loaded.experiment)
     kept = [text for text in request.asked.settings if text.partition("=")[0].strip() not in other]
-    theirs = [
-        shown(f"{name}={setting_text(values.there)}") for name, values in other.items() if values.there is not ...
-    ]
+    theirs = [shown(f"{name}={setting_text(there)}") for name, (there, _) in other.items() if there is not ...]
     return command_for(request, resume=str(directory.path), settings=(*kept, *theirs), init_from=None)
 
 

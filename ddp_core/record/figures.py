@@ -59,7 +59,8 @@ class OverSeeds(NamedTuple):
     @property
     def others(self) -> str:
         """What is said of the runs that are left out; empty where there are none."""
-        return f"; left out, of other {' or '.join([*ORIGINS, 'numerics'])}: {self.left_out}" if self.left_out else ""
+        other = "code or data or parents or initial weights or numerics"
+        return f"; left out, of other {other}: {self.left_out}" if self.left_out else ""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -68,19 +69,14 @@ class OverSeeds(NamedTuple):
         return {"seeds": self.seeds, "left_out": self.left_out, "figures": figures}
 
 
-ORIGINS = ("code", "data", "parents", "initial weights")
-"""What decides the weights, beside the settings."""
-
-
 def origin_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The digests of what decides the weights of a run, beside its settings."""
-    digests = (
-        (record.get("source") or {}).get("files"),
-        record.get("data_sha256"),
-        (record.get("forked_from") or {}).get("weights_sha256"),
-        (record.get("init_from") or {}).get("sha256"),
-    )
-    return dict(zip(ORIGINS, digests, strict=True))
+    return {
+        "code": (record.get("source") or {}).get("files"),
+        "data": record.get("data_sha256"),
+        "parents": (record.get("forked_from") or {}).get("weights_sha256"),
+        "initial weights": (record.get("init_from") or {}).get("sha256"),
+    }
 
 
 def family_of(record: Mapping[str, Any]) -> str:

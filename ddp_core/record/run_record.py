@@ -277,12 +277,12 @@ class RunRecord:
                 if self.directory.read().get("promise_broken") is None:  # the first finding counts
                     self.directory.update(promise_broken={"step": step, "what": what, "attempt": self.begun.attempt})
 
-    def finish(self, trainer: Trainer, speed: dict[str, float]) -> dict[str, Any] | None:
-        """Write result, digests and the final weights; returns the result on rank 0, None on the others."""
+    def finish(self, trainer: Trainer, speed: dict[str, float]) -> None:
+        """Gather how all ranks ended, and write result, digests and the final weights (rank 0)."""
         job = trainer.job
         end = gather_ends(trainer, speed, self.usage.totals())
         if not self.world.is_first:
-            return None
+            return
         assert self.fence is not None
         result = result_of(trainer, end.state, self.directory.metrics, time.monotonic() - self._began) | end.usage
         # Before run.json: a record that says "completed" has its weights, whenever the power goes.
@@ -307,7 +307,6 @@ class RunRecord:
         job.console.say(f"weights sha256 {end.weights}")
         if (broken := broken_promise(self.directory.read())) is not None:
             job.console.warn(f"{broken}: these weights are not promised to come out again, on this layout or another")
-        return result
 
 
 def _utc(moment: float) -> str:

@@ -125,7 +125,7 @@ def _kernels(request: Request) -> Iterator[None]:
 def _build_the_same(
     request: Request, collectives: Collectives, console: Console, prepared: Prepared
 ) -> tuple[BuiltExperiment, Source, DataDigest, dict[str, Any]]:
-    """All parts, the user's code, the digest of the data, and the fingerprint of all ranks. Raises as `facts_of_all`."""
+    """All parts, the code of the user, the digest of the data, and the fingerprint of all ranks, alike on each."""
     started, named = time.monotonic(), facts_of(request)
     try:
         parts, source, splits = _built(request, collectives.device, prepared)

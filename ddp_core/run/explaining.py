@@ -18,7 +18,7 @@ _WAY_OUT = "or go on with --on-difference warn"
 
 
 def explained(mini: Miniature, layout: Layout, folder: Path, single: Repeated, step: int, names: list[str]) -> str:
-    """What a rehearsal has found, in a line: what differs first in which step, what makes the difference, and a way out."""
+    """What a rehearsal has found, in a line: what differs first in which step, what makes it differ, and a way out."""
     found = (
         "one process, killed and resumed, has other weights than one that is not"
         if layout.kind == "single"
