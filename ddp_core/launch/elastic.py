@@ -26,8 +26,7 @@ from ddp_core.base.torch_internals import HANDLED_SIGNALS, SEPARATE_STORES
 from ddp_core.distributed.reports import read_reports, tell_user, write_launcher
 from ddp_core.distributed.stop import asking_signals, describe_signal, stopped_untrained
 from ddp_core.experiment.request import Request
-from ddp_core.launch.agent import Agent, WouldRepeat
-from ddp_core.launch.decision import FINISHING_SECONDS
+from ddp_core.launch.agent import FINISHING_SECONDS, Agent, WouldRepeat
 from ddp_core.launch.meeting import own_address
 from ddp_core.launch.nodes import EndedElsewhere, Meeting, RendezvousLost
 from ddp_core.launch.nursery import Nursery

@@ -17,8 +17,7 @@ from ddp_core.base.errors import ExitCode
 from ddp_core.base.torch_internals import start_again, workers_of
 from ddp_core.distributed.processes import end_processes, is_stopped
 from ddp_core.distributed.reports import tell_user
-from ddp_core.launch.agent import Agent
-from ddp_core.launch.decision import FINISHING_SECONDS
+from ddp_core.launch.agent import FINISHING_SECONDS, Agent
 from ddp_core.launch.nodes import HandedOver
 from ddp_core.launch.nursery import started_by
 from ddp_core.live.decision import STARTING_ALL_AGAIN, STORE_IS_BACK, WITHOUT_STORE, going_on, may_go_on

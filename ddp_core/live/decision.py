@@ -6,7 +6,7 @@ import signal
 from collections.abc import Collection, Mapping
 
 from ddp_core.base.errors import ExitCode
-from ddp_core.launch.decision import FINAL
+from ddp_core.launch.agent import FINAL
 
 STARTING_ALL_AGAIN = "no group of ranks can go on; the workers of all nodes start again from the newest checkpoint"
 WITHOUT_STORE = (

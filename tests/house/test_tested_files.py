@@ -12,7 +12,7 @@ WITHOUT = {
     "adapters": "accelerate fabric lightning micro_steps transformers",
     "base": "later",
     "cli": "entry prepare train_command",
-    "launch": "agent nodes supervision",
+    "launch": "nodes supervision",
     "live": "launch workers",
     "record": "run_json",
     "run": "evaluating explaining recovery repeater",

@@ -1,4 +1,7 @@
-"""What the launcher decides when workers have failed: every case, without starting a process."""
+"""What the launcher decides when workers have failed: every case, without starting a process.
+
+Tests launch/agent.py, too.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import signal
 import pytest
 
 from ddp_core.base.errors import ExitCode
-from ddp_core.launch import decision as deciding
+from ddp_core.launch import agent as deciding
 
 KILLED = -signal.SIGKILL
 LOST, STOPPED = ExitCode.PEERS_LOST, ExitCode.STOPPED
