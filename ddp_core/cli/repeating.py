@@ -141,8 +141,7 @@ def _check_data(directory: RunDirectory, record: Mapping[str, Any], asked: Asked
 
 def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> str | None:
     """The file with the weights that the run began with, or its copy in the directory; None for random weights."""
-    weights = record.get("init_from")
-    if weights is None:
+    if (weights := record.get("init_from")) is None:
         return None
     places = [Path(weights["file"]), directory.path / f"init_from{Path(weights['file']).suffix}"]
     file = next((place for place in places if is_file(place)), None)

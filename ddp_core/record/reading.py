@@ -54,8 +54,7 @@ class Run:
 
         Empty until the run has come to its end. `seconds` are seconds, names that end in `_bytes` count bytes.
         """
-        figures: dict[str, Any] = self.record["result"]
-        return figures
+        return dict(self.record["result"])
 
     @property
     def digest(self) -> str | None:

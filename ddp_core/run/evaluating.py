@@ -113,9 +113,7 @@ def _told(
     entries = read_metrics(run.metrics, "evaluation")
     recorded = next((entry for entry in reversed(entries) if entry["step"] == evaluated.step), None)
     before = recorded_digest(run.path, record)
-    no_digest = beginning.data.sha256 is None or before.sha256 is None
-    settings = request.asked.settings
-    is_same = None if no_digest else changed_at(before, beginning.data) is None
+    is_same = None if None in (before.sha256, beginning.data.sha256) else changed_at(before, beginning.data) is None
     told: dict[str, Any] = json.loads(
         json_text(
             {
@@ -125,7 +123,7 @@ def _told(
                 "checkpoint": None if evaluated.manifest is None else Path(evaluated.manifest).name,
                 **digests,
                 "layout": request.layout.label,
-                "settings": list(settings),
+                "settings": list(request.asked.settings),
                 "data_sha256": beginning.data.sha256,
                 "same_data": is_same,
                 "other_fingerprint": fingerprint_differences(beginning.fingerprint, record["fingerprint"]),
@@ -134,7 +132,7 @@ def _told(
             }
         )
     )
-    is_comparable = told["recorded"] and is_same and not settings
+    is_comparable = told["recorded"] and is_same and not told["settings"]
     told["identical"] = told["figures"] == told["recorded"] if is_comparable else None
     return told
 

@@ -40,10 +40,8 @@ def by_rank_0(collectives: Collectives, choose: Callable[_P, _Choice], *words: _
     if collectives.world.is_first:
         try:
             answer = (choose(*words, **named), None)
-        except UserError as error:
-            answer = (None, error)
-        except OSError as error:
-            answer = (None, refused(error))
+        except (UserError, OSError) as error:
+            answer = (None, error if isinstance(error, UserError) else refused(error))
     choice, failure = collectives.broadcast(answer)
     if failure is not None:
         raise failure
