@@ -34,7 +34,7 @@ from benchmarks.turns import rotated
 from ddp_core.distributed.world import free_port
 from ddp_core.reduction import OrderedSum
 from ddp_core.reduction.parts import Parts, parts_on
-from ddp_core.reduction.round_sum import RoundSum
+from ddp_core.reduction.strided import RoundSum
 from ddp_lab.claims.measuring import namespaces
 
 ELEMENTS = 1_000_000

@@ -136,7 +136,7 @@ def _with_rank(rank: int, launches: list[Launch]) -> Launch:
 
 def restart_rendezvous(launches: list[Launch], store: Any) -> None:
     store.kill()
-    wait_until(lambda: all("trying again" in launch.errors() for launch in launches), 60, "the loss is noticed")
+    wait_until(lambda: all("trying again" in launch.said()[1] for launch in launches), 60, "the loss is noticed")
     store.start()
 
 

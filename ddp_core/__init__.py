@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from ddp_core.cli.training import train
     from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
     from ddp_core.data.splits import InMemory, Splits
-    from ddp_core.observe.callback import Callback, Moment
-    from ddp_core.observe.early_stopping import EarlyStopping
+    from ddp_core.observe.callback import Callback, EarlyStopping, Moment
     from ddp_core.record.reading import Run
     from ddp_core.record.trained import load_model
     from ddp_core.reduction import ExactReduction
@@ -52,7 +51,7 @@ _PLACES = {
     "Callback": "ddp_core.observe.callback",
     "Checkpointer": "ddp_core.checkpoint",
     "Component": "ddp_core.config.experiment",
-    "EarlyStopping": "ddp_core.observe.early_stopping",
+    "EarlyStopping": "ddp_core.observe.callback",
     "ElasticSampler": "ddp_core.sampler",
     "ExactReduction": "ddp_core.reduction",
     "Experiment": "ddp_core.config.experiment",

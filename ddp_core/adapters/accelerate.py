@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ddp_core.base.errors import UserError
 
 from . import imports_of
-from .dealing import accumulation_steps
-from .keyed_loading import keyed_in_place
+from .dealing import accumulation_steps, keyed_in_place
 from .micro_steps import MicroSteps
 
 with imports_of("accelerate", "accelerate"):

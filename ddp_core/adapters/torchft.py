@@ -24,12 +24,14 @@ from ddp_core.base.seeds import MicroBatchSeed
 from ddp_core.reduction import ExactReduction, gradient_norm
 from ddp_core.reduction.communication import Channel
 from ddp_core.reduction.contiguous import ContiguousShares
+from ddp_core.reduction.exchange import PointToPoint
 from ddp_core.reduction.flat import Gradients
-from ddp_core.reduction.messages import PointToPoint
-from ddp_core.reduction.one_level import plan_for, sum_in_one_level
+from ddp_core.reduction.ordered_sum import sum_parts
+from ddp_core.reduction.parts import PartsInOneLevel
+from ddp_core.reduction.tree import plan_for
 
 from . import imports_of
-from .repeat_check import is_due
+from .micro_steps import is_due
 
 with imports_of("torchft", "torchft", "torchft"):
     from torchft.manager import Manager
@@ -87,8 +89,8 @@ class ExactSteps:
                 f"{count} of {self._group.size()} replicas would take part in this step: make the Manager with "
                 "use_async_quorum=False and WorldSizeMode.DYNAMIC, so that each of them does"
             )
-        due = is_due(self.step)
-        weights = fast_digest([*self._module.named_parameters(), *self._module.named_buffers()]) if due else b""
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        weights = fast_digest(named) if is_due(self.step) else b""
         # torchft's own group says of each replica that it is rank 0.
         send, receive = self._group.send, self._group.recv
         replicas = SimpleNamespace(rank=lambda: number, size=lambda: count, send=send, recv=receive)
@@ -138,7 +140,7 @@ class _Messages(Channel):
 
     def meet(self, replicas: Any, weights: bytes) -> None:
         """Send between these replicas from now on."""
-        self._exchange, self._weights = PointToPoint(replicas), weights
+        self._exchange, self._weights = PointToPoint(replicas, range(replicas.size())), weights
 
     @contextmanager
     def _telling(self) -> Iterator[PointToPoint]:
@@ -152,11 +154,8 @@ class _Messages(Channel):
     def sum(self, own: Sequence[Tensor], out: Tensor, micro_batches: int) -> None:
         """Sum flat tensors over the replicas, as OrderedSum does."""
         with self._telling() as exchange:
-            plan = plan_for(micro_batches, exchange.world_size)
-            if exchange.world_size == 1:
-                plan.add_([(flat, None) for flat in own], out)
-            elif out.numel():
-                sum_in_one_level(exchange, own, out, plan)
+            for _ in sum_parts(PartsInOneLevel(exchange), own, out, plan_for(micro_batches, exchange.world_size)):
+                pass
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """The largest of all replicas, for each number. Raises UserError where these do not fit together."""

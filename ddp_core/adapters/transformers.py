@@ -11,8 +11,7 @@ from torch.utils.data import Sampler
 from ddp_core.base.errors import UserError
 
 from . import imports_of
-from .dealing import WholeSteps, accumulation_steps
-from .keyed_loading import keyed_in_place
+from .dealing import WholeSteps, accumulation_steps, keyed_in_place
 from .micro_steps import MicroSteps
 
 with imports_of("transformers", "transformers"):
@@ -35,7 +34,14 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
     def __init__(self, *arguments: Any, micro_batches: int, **named: Any) -> None:
         super().__init__(*arguments, **named)
         args = self.args
-        _refuse(args)
+        if args.n_gpu > 1:
+            raise UserError("one process per GPU is needed: start the script with torchrun, or let it see one GPU")
+        if not args.average_tokens_across_devices:
+            raise UserError("average_tokens_across_devices=False weights tokens by rank: leave it True")
+        if args.train_sampling_strategy not in ("random", "sequential"):
+            raise UserError(
+                f"train_sampling_strategy={args.train_sampling_strategy} is not dealt the same way on every layout"
+            )
         args.gradient_accumulation_steps = accumulation_steps(micro_batches, args.world_size)
         self._micro_batches = micro_batches
         self._steps: MicroSteps | None = None
@@ -102,14 +108,3 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         # The log takes the mean over the ranks.
         logged: Tensor = loss * (scale * args.world_size)
         return logged
-
-
-def _refuse(args: Any) -> None:
-    if args.n_gpu > 1:
-        raise UserError("one process per GPU is needed: start the script with torchrun, or let it see one GPU")
-    if not args.average_tokens_across_devices:
-        raise UserError("average_tokens_across_devices=False weights tokens by rank: leave it True")
-    if args.train_sampling_strategy not in ("random", "sequential"):
-        raise UserError(
-            f"train_sampling_strategy={args.train_sampling_strategy} is not dealt the same way on every layout"
-        )

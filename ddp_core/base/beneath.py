@@ -92,10 +92,7 @@ def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def each_line(path: Path) -> Iterator[bytes]:
-    """The lines of the regular file with their ends, the last one perhaps torn; it ends before one of over 64 MiB.
-
-    Raises NotAFile, and OSError.
-    """
+    """The lines of the regular file with their ends, the last one perhaps torn; it ends before one of over 64 MiB."""
     with open_file(path) as file:
         while line := file.readline(MOST_BYTES + 1):
             if len(line) > MOST_BYTES:

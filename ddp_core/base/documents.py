@@ -23,9 +23,12 @@ _Kind = TypeVar("_Kind")
 
 MOST_DEPTH = 100
 """Far below the depth at which Python's own recursion ends."""
+_TOO_DEEP = f"nested deeper than {MOST_DEPTH} levels"
 _LONGEST_NUMBER = 300
 _HALF = re.compile("[\\ud800-\\udc7f\\udd00-\\udfff]")
 _SHOWN = 60
+_VALIDATOR = cache(TypeAdapter)
+"""The validator of a kind, made once."""
 
 
 class BadDocument(ValueError):
@@ -69,19 +72,23 @@ def parse_document(content: bytes | str, kind: type[_Kind], form: str | None = N
     except UnicodeDecodeError as error:
         raise BadDocument(f"not UTF-8 (byte {error.start})") from None
     except RecursionError:
-        raise _too_deep() from None
+        raise BadDocument(_TOO_DEEP) from None
     except ValueError as error:
         raise BadDocument(f"not JSON ({error})") from None
     if form is not None and (not isinstance(document, dict) or document.get("format") != form):
         raise BadDocument(f"not of format {form}")
     _require_shallow(document)
-    return require_kind(_writable(document) if "\\u" in text else document, kind)
+    if "\\u" in text:
+        # Halves of surrogate pairs, which no stream can write, are left out, unless they stand for a byte.
+        written = json.dumps(document, ensure_ascii=False)
+        document = _DECODER.decode(_HALF.sub("\N{REPLACEMENT CHARACTER}", written))
+    return require_kind(document, kind)
 
 
 def require_kind(document: Any, kind: type[_Kind]) -> _Kind:
     """The document itself, if it is of the kind. Raises BadDocument, which names the first field that is not."""
     try:
-        _validator(kind).validate_python(document, strict=True)  # type: ignore[arg-type]  # classes are hashable
+        _VALIDATOR(kind).validate_python(document, strict=True)  # type: ignore[arg-type]  # classes are hashable
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         # Names come from the document, too.
@@ -105,27 +112,18 @@ def _without_gaps(document: Any) -> Any:
     return None if isinstance(document, float) and not math.isfinite(document) else document
 
 
-@cache
-def _validator(kind: type[_Kind]) -> TypeAdapter[_Kind]:
-    return TypeAdapter(kind)
-
-
 def _finite(text: str) -> float | None:
     number = float(text)
     return number if math.isfinite(number) else None
 
 
-def _integer(text: str) -> int | None:
-    return int(text) if len(text) <= _LONGEST_NUMBER else None
-
-
-def _null(_: str) -> None:
-    return None
-
-
 # NaN, infinities and numbers that a float cannot hold count as null, as they are written in metrics.jsonl: a run whose
 # test loss was infinite has a record. Where a number is needed, null is none.
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_int=_integer, parse_constant=_null)
+_DECODER = json.JSONDecoder(
+    parse_float=_finite,
+    parse_int=lambda text: int(text) if len(text) <= _LONGEST_NUMBER else None,
+    parse_constant=lambda _: None,
+)
 
 
 def _require_shallow(document: Any) -> None:
@@ -140,14 +138,4 @@ def _require_shallow(document: Any) -> None:
         ]
         if not level:
             return
-    raise _too_deep()
-
-
-def _too_deep() -> BadDocument:
-    return BadDocument(f"nested deeper than {MOST_DEPTH} levels")
-
-
-def _writable(document: Any) -> Any:
-    """The document without halves of surrogate pairs, which no stream can write, unless they stand for a byte."""
-    text = json.dumps(document, ensure_ascii=False)
-    return _DECODER.decode(_HALF.sub("\N{REPLACEMENT CHARACTER}", text)) if _HALF.search(text) else document
+    raise BadDocument(_TOO_DEEP)

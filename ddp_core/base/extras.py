@@ -1,4 +1,4 @@
-"""The packages that may be missing, by the extra that installs them, and the one line that says so.
+"""What is loaded where it is asked for: packages that may be missing, by the extra that installs them, and functions.
 
 An extra is a list of packages in pyproject.toml: `pip install 'samebits[report]'`. Whoever needs such a package asks
 `require` first; whatever a command meets unasked, `missing_extra` puts into the same words.
@@ -7,7 +7,9 @@ An extra is a list of packages in pyproject.toml: `pip install 'samebits[report]
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 from ddp_core.base.errors import UserError
 
@@ -22,6 +24,14 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     "cluster": {"docker": "docker"},
 }
 """By extra, the modules that are asked for, each with the package that brings it."""
+
+
+class Functions(dict[str, Any]):
+    """Functions by name; one that is given as its module's name is loaded when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        place = super().__getitem__(name)
+        return getattr(import_module(place), name) if isinstance(place, str) else place
 
 
 def require(what: str, extra: str, *modules: str) -> None:

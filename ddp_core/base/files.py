@@ -12,11 +12,10 @@ import hashlib
 import os
 import re
 import secrets
-import stat
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 from ddp_core.base.beneath import folder_of, naming, open_beneath, open_file, remove_beneath
 from ddp_core.base.errors import UserError
@@ -43,12 +42,10 @@ def replace_file(target: Path, content: str | bytes, *, durable: bool = False, r
 class LineFile:
     """A text file to which whole lines are appended, so that it can be read at any time. Its OSErrors name the file."""
 
-    def __init__(
-        self, path: Path, mode: Literal["a", "w"] = "a", errors: str = "strict", root: Path | None = None
-    ) -> None:
+    def __init__(self, path: Path, errors: str = "strict") -> None:
         self.path = path
-        flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if mode == "a" else os.O_TRUNC)
-        self._file = os.fdopen(open_beneath(path, flags, root), mode, buffering=1, encoding="utf-8", errors=errors)
+        descriptor = open_beneath(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._file = os.fdopen(descriptor, "a", buffering=1, encoding="utf-8", errors=errors)
 
     def write(self, line: str) -> None:
         """Append the line, which has no line feed. Raises OSError."""
@@ -128,23 +125,15 @@ def is_address(named: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(named)
 
 
+# What Path.exists and Path.is_file raise differs from one Python to the next, for a folder without permission, say.
 def is_there(path: Path) -> bool:
     """Whether a file or folder is there and can be reached; False for a name that none can have."""
-    return _mode(path) is not None
+    return os.path.exists(path)  # noqa: PTH110
 
 
 def is_file(path: Path) -> bool:
     """Whether a file is there and can be reached, and is no folder, pipe or device."""
-    mode = _mode(path)
-    return mode is not None and stat.S_ISREG(mode)
-
-
-def _mode(path: Path) -> int | None:
-    # What Path.exists and Path.is_file raise differs from one Python to the next, for a folder without permission, say.
-    try:
-        return path.stat().st_mode
-    except (OSError, ValueError):
-        return None
+    return os.path.isfile(path)  # noqa: PTH113
 
 
 def target_of(name: str) -> str | None:
@@ -154,8 +143,8 @@ def target_of(name: str) -> str | None:
 
 
 def sha256_of(file: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal digits. Raises OSError."""
-    with open_file(file) as content:
+    """The SHA-256 of a file's bytes, in hexadecimal digits. Raises OSError, which names the file."""
+    with naming(file), open_file(file) as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 

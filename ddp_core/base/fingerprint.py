@@ -8,6 +8,7 @@ import os
 import platform
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -131,10 +132,8 @@ def _libm() -> str | None:
 def installed(*names: str) -> str | None:
     """The version of the first of these packages that is installed."""
     for name in names:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return None
 
 
@@ -147,19 +146,14 @@ def cpu_model() -> str:
     """The processor's model name, as the operating system reports it."""
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
-    for line in lines:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    told = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return told[0] if told else platform.processor() or platform.machine()
 
 
 def of_all_ranks(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The fingerprint of a run from those of its ranks: rank 0's, and in `unlike_ranks` how others differ from it."""
-    unlike = {
-        str(rank): differences
-        for rank, theirs in enumerate(every)
-        if (differences := fingerprint_differences(every[0], theirs))
-    }
+    differences = {str(rank): fingerprint_differences(every[0], theirs) for rank, theirs in enumerate(every)}
+    unlike = {rank: found for rank, found in differences.items() if found}
     return {**every[0], **({"unlike_ranks": unlike} if unlike else {})}
 
 

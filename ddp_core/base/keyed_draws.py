@@ -232,18 +232,14 @@ def watch_draws() -> None:
     """
     if "random" not in _watched:
         _watched.add("random")
-        _watch_python()
+        behind = _pythons_generator()
+        names = [name for name, value in vars(random).items() if getattr(value, "__self__", None) is behind]
+        behind.__class__ = _Draws
+        for name in names:
+            setattr(random, name, getattr(behind, name))
     if "numpy" not in _watched and "numpy" in sys.modules:
         _watched.add("numpy")
         _watch_numpy()
-
-
-def _watch_python() -> None:
-    behind = _pythons_generator()
-    names = [name for name, value in vars(random).items() if getattr(value, "__self__", None) is behind]
-    behind.__class__ = _Draws
-    for name in names:
-        setattr(random, name, getattr(behind, name))
 
 
 def _watch_numpy() -> None:

@@ -34,16 +34,6 @@ class _DefaultGenerator:
         return getattr(own.generator, name)
 
 
-def _seed_in_threads() -> None:
-    """Let the functions of torch.random know of threads; a second call does nothing.
-
-    Operations on tensors draw from the default generator all the same: `OwnGenerator` hands them another one.
-    """
-    module: Any = torch.random
-    if isinstance(module.default_generator, torch.Generator):
-        module.default_generator = _DefaultGenerator(module.default_generator)
-
-
 class OwnGenerator(TorchDispatchMode):
     """Hands `generator` to every random operation that this thread calls without a generator.
 
@@ -53,7 +43,11 @@ class OwnGenerator(TorchDispatchMode):
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        _seed_in_threads()
+        # The functions of torch.random learn of threads. Operations on tensors draw from the default generator all the
+        # same, and are handed another one below.
+        module: Any = torch.random
+        if isinstance(module.default_generator, torch.Generator):
+            module.default_generator = _DefaultGenerator(module.default_generator)
         self.generator = generator
         self.has_drawn = False
         """Whether an operation has drawn random numbers."""
@@ -83,7 +77,7 @@ class OwnGenerator(TorchDispatchMode):
             packet, overload = func.overloadpacket, func.name().partition(".")[2]
             name = f"{overload}_generator" if overload else "generator"
             func = getattr(packet, name) if name in packet.overloads() else func
-            if not _takes(func, "generator"):
+            if all(argument.name != "generator" for argument in func._schema.arguments):
                 return self._lent(func, args, given)
             given["generator"] = self.generator
         return func(*args, **given)
@@ -99,10 +93,6 @@ class OwnGenerator(TorchDispatchMode):
             finally:
                 self.generator.set_state(default.get_state())
                 default.set_state(before)
-
-
-def _takes(func: Any, name: str) -> bool:
-    return any(argument.name == name for argument in func._schema.arguments)
 
 
 def _argument(func: Any, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:

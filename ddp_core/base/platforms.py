@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 from pathlib import Path
@@ -29,3 +30,18 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
+
+
+def free_memory() -> int:
+    """The bytes of memory that are free here, also by the limit of a container."""
+    if sys.platform != "linux":
+        return sys.maxsize  # macOS makes room on its disk when it needs it
+    import psutil  # here, because `ddp --help` needs none
+
+    free, group = int(psutil.virtual_memory().available), Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no container, or no limit
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # Files that the kernel could forget count as used.
+        free = min(free, limit - used + int(kept.get("inactive_file", 0)))
+    return free

@@ -19,6 +19,7 @@ import io
 import os
 import signal
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -152,3 +153,12 @@ def _set_malloc(parameter: int, value: int) -> bool:
         return bool(ctypes.CDLL(None).mallopt(parameter, ctypes.c_int(value)))
     except (OSError, AttributeError, TypeError):
         return False
+
+
+def let_go(last: list[object]) -> None:
+    """Empty this list of destroyed process groups in a thread; the list must hold the last reference to each group.
+
+    The thread that drops the last reference to a group of gloo waits for some milliseconds for each of the group's
+    connections, one after the other. The process does not end before that thread.
+    """
+    threading.Thread(target=last.clear, name="parting").start()

@@ -30,14 +30,9 @@ _NO_THREAD = re.compile(
 _ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LACKS = (*_ROOM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EIO)
 """What is a lack whoever meets it, the user's code, too."""
-_SAID = {
+_SAID = {number: re.compile(re.escape(os.strerror(number))) for number in _LACKS} | {
     errno.ENOMEM: _OUT_OF_MEMORY,
     errno.EAGAIN: _NO_THREAD,
-    **{
-        number: re.compile(re.escape(os.strerror(number)))
-        for number in _LACKS
-        if number not in (errno.EAGAIN, errno.ENOMEM)
-    },
     # The latter is a loader process that has touched a page of /dev/shm for which there was no room.
     errno.ENOSPC: re.compile("No space left on device|killed by signal: Bus error"),
 }
@@ -86,9 +81,12 @@ def refusal(error: BaseException) -> UserError | None:
 def is_lack(error: BaseException) -> bool:
     """Whether something is lacking here, whoever's code has met it: memory, disk, processes, open files."""
     number = _number(error)
-    return number in _LACKS and not (
-        number == errno.EAGAIN and isinstance(error, OSError) and not _starts_process(error)
-    )
+    if number == errno.EAGAIN and isinstance(error, OSError):
+        # Whatever else is not ready just now may be tried again; a process that cannot be started may not.
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        module = str(frames[-1].f_globals.get("__name__")) if frames else ""
+        return module.partition(".")[0] in ("subprocess", "multiprocessing")
+    return number in _LACKS
 
 
 def refused(error: BaseException, path: Path | None = None, needed: int = 0, todo: str | None = None) -> UserError:
@@ -109,12 +107,6 @@ def _number(error: BaseException) -> int | None:
     if isinstance(error, OSError | RuntimeError) and not isinstance(error, UnsupportedOperation):
         return next((number for number, words in _SAID.items() if words.search(str(error))), None)
     return None
-
-
-def _starts_process(error: OSError) -> bool:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    module = str(frames[-1].f_globals.get("__name__")) if frames else ""
-    return module.partition(".")[0] in ("subprocess", "multiprocessing")
 
 
 def _in_words(error: BaseException, number: int, path: Path | None, needed: int, todo: str | None) -> str:
@@ -139,7 +131,11 @@ def _in_words(error: BaseException, number: int, path: Path | None, needed: int,
             return f"too many open files on this machine{at} (ENFILE): raise fs.file-max, or end other programs"
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             if path is None and _SHARED_MEMORY.search(text):
-                return f"{_shared_memory()} ({reason}): {MORE_SHARED_MEMORY}"
+                has = ""
+                with contextlib.suppress(OSError):
+                    usage = os.statvfs("/dev/shm")
+                    has = f", it has {human_bytes(usage.f_blocks * usage.f_frsize)} in all"
+                return f"/dev/shm is full{has} ({reason}): {MORE_SHARED_MEMORY}"
             return _without_room(number, path, needed)
     name = f" ({errno.errorcode[number]})" if number in errno.errorcode else ""
     advice = todo or _TODO.get(number, _NOT_YOURS if path is not None else "")
@@ -197,13 +193,6 @@ def disk_full(path: Path, needed: int, available: int) -> UserError:
         "some space or keep fewer checkpoints, then start again: the run continues from its newest checkpoint",
         ExitCode.RESOURCES,
     )
-
-
-def _shared_memory() -> str:
-    usage = None
-    with contextlib.suppress(OSError):
-        usage = os.statvfs("/dev/shm")
-    return "/dev/shm is full" + (f", it has {human_bytes(usage.f_blocks * usage.f_frsize)} in all" if usage else "")
 
 
 def _without_room(number: int, path: Path | None, needed: int) -> str:

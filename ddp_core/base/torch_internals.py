@@ -202,10 +202,7 @@ def nccl_failure(device: torch.device) -> str | None:
 
 
 def abort_process_groups(patience: float) -> bool:
-    """End all process groups without waiting for their collectives; returns whether that took less than `patience` s.
-
-    Else it goes on in the background.
-    """
+    """End all process groups without waiting for their collectives; returns whether `patience` seconds were enough."""
     ending = threading.Thread(target=dist.distributed_c10d._abort_process_group, daemon=True)
     ending.start()
     ending.join(patience)

@@ -22,10 +22,7 @@ def lacks_operators(error: RuntimeError) -> bool:
 
 
 def import_torchvision(submodule: str = "models") -> ModuleType:
-    """The module `torchvision.<submodule>`; the first import takes about a second.
-
-    Raises ImportError where torchvision is missing.
-    """
+    """The module `torchvision.<submodule>`; the first import takes about a second."""
     try:
         return importlib.import_module(f"torchvision.{submodule}")
     except RuntimeError as error:

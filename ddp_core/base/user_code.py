@@ -4,21 +4,24 @@ Whatever comes out of `with user_code("your model"):` is the user's, and nothing
 in the midst of the user's model are marked with `our_code`; the boundary that an exception crosses first decides.
 
 No code of the user ends a run in silence: what would end the process there, such as `sys.exit()`, becomes LeftEarly,
-and a StopIteration becomes a UserError.
+and a StopIteration becomes a UserError; an end with exit code 0 is told (`no_silent_end`).
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
-from ddp_core.base.errors import UserError, one_line
+from ddp_core.base.errors import ExitCode, UserError, one_line
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -42,10 +45,7 @@ class RaisedElsewhere(Exception):
 
 
 def told(error: BaseException) -> str:
-    """'file:line: ValueError: …', in one line; the place is the exception's deepest in the experiment's own file.
-
-    There is no place where it has none there.
-    """
+    """'file:line: ValueError: …', in one line; the place is the exception's deepest in the experiment's own file."""
     places = [
         f"{frame.f_code.co_filename}:{line}: "
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -56,7 +56,7 @@ def told(error: BaseException) -> str:
 
 
 @dataclass
-class user_code(AbstractContextManager["user_code"]):
+class user_code(contextlib.AbstractContextManager["user_code"]):
     """A block in which the user's functions run; `what` names them: "your model". One object may be entered often."""
 
     what: str
@@ -68,8 +68,12 @@ class user_code(AbstractContextManager["user_code"]):
             return
         if is_way_out(error):
             raise left_early(error, self.what).with_traceback(trace) from None
-        if isinstance(error, StopIteration):
-            raise _at_an_end(error, self.what).with_traceback(trace) from None
+        if isinstance(error, StopIteration):  # any iterator or generator on its way would take it for its own
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise UserError(
+                f"{frame.filename}:{frame.lineno}: {self.what} raised StopIteration, as next() does at an iterator's "
+                "end: begin the iterator anew there, or raise another exception"
+            ).with_traceback(trace) from None
         _mark(error, self.what)
 
 
@@ -97,16 +101,7 @@ def left_early(error: BaseException, what: str) -> LeftEarly:
     return early
 
 
-def _at_an_end(error: StopIteration, what: str) -> UserError:
-    """The error in the place of a StopIteration, which any iterator or generator on its way would take for its own."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return UserError(
-        f"{frame.filename}:{frame.lineno}: {what} raised StopIteration, as next() does at an iterator's end: begin "
-        "the iterator anew there, or raise another exception"
-    )
-
-
-@contextmanager
+@contextlib.contextmanager
 def no_way_out(what: str) -> Iterator[None]:
     """What would end the process in this block, such as `sys.exit()` in code of the user, becomes LeftEarly."""
     try:
@@ -144,3 +139,64 @@ def users(error: BaseException) -> str | None:
 def _mark(error: BaseException, what: str) -> None:
     if not hasattr(error, _MARK):
         setattr(error, _MARK, what)
+
+
+_exit = os._exit
+_tellers: list[Callable[[str], object]] = []
+_process = 0
+"""The process that is within a block: what is forked from it may end as it likes."""
+
+
+@contextlib.contextmanager
+def no_silent_end(tell: Callable[[str], object]) -> Iterator[None]:
+    """A block in which this process does not end with exit code 0: it calls `tell` with one line, and ends with 2.
+
+    `os._exit(0)` is such an end in mid-training, which is no exception and would look like success; so is SystemExit
+    where C code calls Python: Python then ends the process from within. Of blocks within each other, the innermost is
+    called first. What C code ends by the system's own `_exit` is out of its reach.
+    """
+    global _process
+    if _process != os.getpid():
+        _tellers.clear()
+        _process = os.getpid()
+    if not _tellers:
+        os._exit = _leave  # type: ignore[assignment]
+        atexit.register(_at_exit)
+    _tellers.append(tell)
+    try:
+        yield
+    finally:
+        _tellers.remove(tell)
+        if not _tellers:
+            os._exit = _exit
+            atexit.unregister(_at_exit)
+
+
+def _leave(status: int) -> None:
+    if status == 0 and _is_within():
+        _end(sys._getframe(1))
+    _exit(status)
+
+
+def _at_exit() -> None:
+    # Python has not left the block, so that C code ends the process: its caller is still the newest frame.
+    if _is_within():
+        _end(sys._getframe(1))
+
+
+def _is_within() -> bool:
+    return bool(_tellers) and os.getpid() == _process
+
+
+def _end(caller: FrameType) -> None:
+    line = (
+        f"your code ended the process at {caller.f_code.co_filename}:{caller.f_lineno} with exit code 0, so training "
+        f"is not finished; {INSTEAD}"
+    )
+    for tell in reversed(_tellers):
+        with contextlib.suppress(Exception):
+            tell(line)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    _exit(ExitCode.BAD_INPUT)

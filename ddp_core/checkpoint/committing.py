@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
@@ -17,36 +19,90 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import NewFile, sync
 from ddp_core.base.refusals import disk_full, free_bytes, refused
 from ddp_core.checkpoint import manifest as manifests
-from ddp_core.checkpoint.data_file import At, DataFile
 from ddp_core.checkpoint.fence import Fence, Superseded
 from ddp_core.checkpoint.manifest import Checkpoint, Damaged, DataPart
 from ddp_core.checkpoint.ranks import Ranks, told
 
 Result = TypeVar("Result")
 
+POINTS = (
+    "data opened",
+    "data partly written",
+    "data written",
+    "data synced",
+    "data renamed",
+    "manifest opened",
+    "manifest written",
+    "manifest synced",
+    "manifest renamed",
+    "directory synced",
+    "latest synced",
+    "latest renamed",
+    "best synced",
+    "best renamed",
+    "old manifest removed",
+    "old data removed",
+)
+"""The points of a save, in order. A `Checkpointer(at=…)` calls `at(point)` right after each; tests kill it there."""
 
+POINTS_OF_PARTS = ("parts reported", "outcome told")
+"""Two more points where several ranks save together: one after "data renamed", and the last of all."""
+
+At = Callable[[str], None]
+"""Called with the name of a point."""
+
+
+class DataFile(NewFile):
+    """A NewFile that is hashed while `torch.save` writes into it.
+
+    The first OSError of a `write` is kept in `error`, because `torch.save` would replace it by a message about
+    "unexpected pos".
+    """
+
+    def __init__(self, target: Path, root: Path | None = None) -> None:
+        super().__init__(target, root)
+        self.written = 0
+        self.on_first_write: Callable[[], None] | None = None
+        self.digest = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append `data`, unless a `write` has failed before; return its length in bytes."""
+        view = memoryview(data).cast("B")
+        if self.error is None:
+            self.digest.update(view)
+            try:
+                super().write(view)
+            except OSError as error:
+                self.error = error
+            self.written += len(view)
+            if self.on_first_write is not None:
+                self.on_first_write()
+                self.on_first_write = None
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing, as nothing is buffered here; `torch.save` needs the method."""
+
+
+@dataclass(eq=False)
 class CheckpointFiles:
     """Writes and removes the files of the checkpoints in `directory`; the arguments are those of a `Checkpointer`."""
 
-    def __init__(
-        self,
-        directory: Path,
-        keep_last: int,
-        keep_every: Sequence[int],
-        fence: Fence | Callable[[], object] | None,
-        ranks: Ranks | None,
-        synced_before: Sequence[Path],
-        at: At,
-    ) -> None:
-        self.directory = directory
+    directory: Path
+    _keep_last: int
+    _keep_every: Sequence[int]
+    _fence: Fence | Callable[[], object] | None
+    _ranks: Ranks | None
+    _synced_before: Sequence[Path]
+    _at: At
+    held: frozenset[int] = frozenset()
+    """Checkpoints of these steps stay, too, beside the newest ones, those of `keep_every`, and the best one."""
+
+    def __post_init__(self) -> None:
         # What lies in a run directory is reached through no link beneath it, such as its folder of checkpoints.
-        is_in_run = isinstance(fence, Fence) and directory.is_relative_to(fence.directory)
-        self.root = fence.directory if isinstance(fence, Fence) and is_in_run else directory
-        self._synced_before = synced_before
-        self._keep_last, self._keep_every = keep_last, keep_every
-        self.held: frozenset[int] = frozenset()
-        """Checkpoints of these steps stay, too, beside the newest ones, those of `keep_every`, and the best one."""
-        self._fence, self._ranks, self._at = fence, ranks, at
+        is_in_run = isinstance(self._fence, Fence) and self.directory.is_relative_to(self._fence.directory)
+        self.root = self._fence.directory if isinstance(self._fence, Fence) and is_in_run else self.directory
 
     def only_writer(self) -> AbstractContextManager[None]:
         """A block during which no other process may write; raises Superseded where this process may not."""
@@ -140,7 +196,8 @@ class CheckpointFiles:
             self._at("data opened")
             data.on_first_write = lambda: self._at("data partly written")
             torch.save(state, cast("IO[bytes]", data))
-            data.raise_write_error()
+            if data.error is not None:
+                raise data.error
             self._at("data written")
             data.sync()
             self._at("data synced")
@@ -149,7 +206,7 @@ class CheckpointFiles:
             # A power cut could otherwise keep the manifest's name alone: a checkpoint without data.
             sync(self.directory)
             self._at("data renamed")
-            yield DataPart(target.name, data.written, data.sha256)
+            yield DataPart(target.name, data.written, data.digest.hexdigest())
 
     def _commit(self, parts: Sequence[DataPart], record: dict[str, Any], best: bool) -> Checkpoint:
         """Write the manifest, whose renaming commits the data files, then the pointers; remove old checkpoints.
@@ -158,7 +215,15 @@ class CheckpointFiles:
         """
         together = parts[0]
         if self._ranks is not None:
-            self._require_seen(parts)
+            for rank, part in enumerate(parts):
+                try:
+                    manifests.require_size(part, (self.directory / part.file).stat().st_size)
+                except (OSError, Damaged):
+                    raise UserError(
+                        f"rank {rank} has written {part.file}, but rank 0 does not see it in {self.directory}: give "
+                        "all nodes one output directory that they share",
+                        ExitCode.RESOURCES,
+                    ) from None
             together = manifests.taken_together(parts)
         checkpoint = Checkpoint(
             directory=self.directory,
@@ -190,17 +255,6 @@ class CheckpointFiles:
             self._point("best", checkpoint)
         self.prune(checkpoint, {part.file for part in replaced})
         return checkpoint
-
-    def _require_seen(self, parts: Sequence[DataPart]) -> None:
-        for rank, part in enumerate(parts):
-            try:
-                manifests.require_size(part, (self.directory / part.file).stat().st_size)
-            except (OSError, Damaged):
-                raise UserError(
-                    f"rank {rank} has written {part.file}, but rank 0 does not see it in {self.directory}: give all "
-                    "nodes one output directory that they share",
-                    ExitCode.RESOURCES,
-                ) from None
 
     def _point(self, name: str, checkpoint: Checkpoint) -> None:
         """Let the pointer `latest.json` or `best.json` name the checkpoint."""

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -47,22 +47,16 @@ def _short_lock(path: Path, patience: float) -> Iterator[None]:
     while True:
         descriptor = open_beneath(path, os.O_RDWR | os.O_CREAT)
         try:
-            taken = take_lock(descriptor, patience=deadline - time.monotonic())
-            if _is_still(path, descriptor):
+            taken, is_still = take_lock(descriptor, patience=deadline - time.monotonic()), False
+            with suppress(FileNotFoundError):  # another process may have removed or replaced the file since
+                is_still = os.path.samestat(path.lstat(), os.fstat(descriptor))
+            if is_still:
                 if taken:
                     yield
                     return
                 remove_beneath(path)
         finally:
             os.close(descriptor)
-
-
-def _is_still(path: Path, descriptor: int) -> bool:
-    """Whether `path` is still the file that was opened: another process may have removed or replaced it since."""
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 class _Token(TypedDict):

@@ -23,7 +23,6 @@ from ddp_core.base.shown import shown
 from ddp_core.checkpoint.manifest import (
     Checkpoint,
     Damaged,
-    DataPart,
     manifest_at,
     pointed_step,
     read_manifest,
@@ -99,14 +98,6 @@ def best_checkpoint(directory: str | Path) -> Checkpoint | None:
         return None
 
 
-def _verify(part: DataPart, data: BufferedReader) -> None:
-    require_size(part, os.fstat(data.fileno()).st_size)
-    digest = hashlib.file_digest(data, "sha256").hexdigest()
-    if digest != part.sha256:
-        raise Damaged(f"{part.file} has SHA-256 {digest[:12]}…, its manifest says {part.sha256[:12]}…")
-    data.seek(0)
-
-
 @dataclass(frozen=True)
 class Readers:
     """Several processes that load the same checkpoint at once, each of which verifies its share of the data files."""
@@ -127,9 +118,14 @@ def _verified(checkpoint: Checkpoint, readers: Readers | None = None) -> Iterato
         files: list[BufferedReader] = []
         try:
             for position, part in enumerate(checkpoint.data):
-                files.append(stack.enter_context(open_file(checkpoint.directory / part.file)))
+                data = stack.enter_context(open_file(checkpoint.directory / part.file))
+                files.append(data)
                 if position % count == number:
-                    _verify(part, files[-1])
+                    require_size(part, os.fstat(data.fileno()).st_size)
+                    digest = hashlib.file_digest(data, "sha256").hexdigest()
+                    if digest != part.sha256:
+                        raise Damaged(f"{part.file} has SHA-256 {digest[:12]}…, its manifest says {part.sha256[:12]}…")
+                    data.seek(0)
         except (Damaged, OSError) as problem:
             error = problem
         if readers is not None:

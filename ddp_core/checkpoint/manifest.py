@@ -26,14 +26,9 @@ class Damaged(Exception):
     """A file of a checkpoint is not what was written; the message says what is different."""
 
 
-def stem(step: int) -> str:
-    """The common name of a checkpoint's files, e.g. "step-000000120"."""
-    return f"step-{step:09d}"
-
-
 def manifest_at(directory: Path, step: int) -> Path:
-    """The manifest of the checkpoint of this step."""
-    return directory / f"{stem(step)}.json"
+    """The manifest of the checkpoint of this step, e.g. "step-000000120.json"."""
+    return directory / f"step-{step:09d}.json"
 
 
 def data_name(step: int, version: int, part: tuple[int, int] | None) -> str:
@@ -43,7 +38,7 @@ def data_name(step: int, version: int, part: tuple[int, int] | None) -> str:
     """
     version_suffix = f"-{version}" if version > 1 else ""
     part_suffix = f".part-{part[0] + 1}-of-{part[1]}" if part is not None else ""
-    return f"{stem(step)}{version_suffix}{part_suffix}.pt"
+    return f"step-{step:09d}{version_suffix}{part_suffix}.pt"
 
 
 def step_of_data(name: str) -> int | None:

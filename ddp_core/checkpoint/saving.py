@@ -20,8 +20,7 @@ from torch import Tensor
 from ddp_core.base.documents import parse_document
 from ddp_core.base.files import NewFile, make_directory
 from ddp_core.base.refusals import human_bytes, refused
-from ddp_core.checkpoint.committing import CheckpointFiles
-from ddp_core.checkpoint.data_file import At
+from ddp_core.checkpoint.committing import At, CheckpointFiles
 from ddp_core.checkpoint.fence import Fence, Superseded
 from ddp_core.checkpoint.manifest import Checkpoint
 from ddp_core.checkpoint.parts import part_of
@@ -44,8 +43,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     files or none. An error of one rank is raised on all.
     synced_before: files and folders that are to be on the disk, as they are then, before a checkpoint is committed.
     on_event: receives one line per event, from the writing thread where there is one.
-    at: for tests; called with each of `data_file.POINTS` right after it is reached, with `ranks` also with each of
-    `data_file.POINTS_OF_PARTS`.
+    at: for tests; called with each of `committing.POINTS` right after it is reached, with `ranks` also with each of
+    `committing.POINTS_OF_PARTS`.
 
     Raises UserError (4) where the directory cannot be made or written, the disk is full, or a limit of the system is
     reached; earlier checkpoints stay as they were. Raises Superseded when a newer writer has taken the fence.
@@ -132,7 +131,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             record = {
                 "step": step,
                 "epoch": epoch,
-                "metadata": _readable(metadata or {}),
+                # As it will be read back. Raises TypeError or ValueError for what cannot be.
+                "metadata": parse_document(json.dumps(dict(metadata or {}), allow_nan=False), dict[str, Any]),
                 "metric": metric if metric is not None and math.isfinite(metric) else None,
                 "shapes": shapes,
             }
@@ -226,12 +226,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         seconds = time.perf_counter() - started
         stalled = f", training stood still for {self._stall:.3f} s" if self.asynchronous else ""
         self._on_event(f"checkpoint of step {step}: {human_bytes(checkpoint.bytes)} in {seconds:.3f} s{stalled}")
-
-
-def _readable(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata as they will be read back. Raises TypeError or ValueError for what cannot be."""
-    read: dict[str, Any] = parse_document(json.dumps(dict(metadata), allow_nan=False), dict[str, Any])
-    return read
 
 
 def _lower_priority() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
+from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,10 +107,7 @@ def describe(state: Any) -> Shapes:
 
 
 def in_host_memory(state: Any, device: torch.device) -> Any:
-    """A state of what runs on `device`, as other processes can take it: from a GPU copied, since each has its own GPU.
-
-    Raises as `StateTensors` does.
-    """
+    """A state of what runs on `device`, as other processes can take it: from a GPU copied, as each has its own."""
     return state if device.type == "cpu" else StateTensors(state).state_on_cpu()
 
 
@@ -197,7 +197,11 @@ class Snapshots:
                 aside.append((buffer, tensor))
             else:
                 self._left.append((buffer, tensor))
-        self._copy_now(at_once)
+        # Host memory at once, and CUDA tensors on their current stream, where they may change right after it.
+        if at_once:
+            foreach_copy_([buffer for buffer, _ in at_once], [tensor for _, tensor in at_once], non_blocking=True)
+        devices = {tensor.device for _, tensor in at_once if tensor.is_cuda}
+        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
         self._copy_aside(aside)
         self._missing, self._failed = len(self._left), False
         if self._missing:
@@ -240,13 +244,6 @@ class Snapshots:
             torch.cuda.current_stream(device).wait_event(copied)
         self._aside = []
 
-    def _copy_now(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Copy host memory at once, and CUDA tensors on their current stream, where they may change right after it."""
-        if pairs:
-            foreach_copy_([buffer for buffer, _ in pairs], [tensor for _, tensor in pairs], non_blocking=True)
-        devices = {tensor.device for _, tensor in pairs if tensor.is_cuda}
-        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
-
     def _copy_aside(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Copy CUDA tensors on a stream of their own, once all is done that the current stream has been given."""
         for device in {tensor.device for _, tensor in pairs}:
@@ -265,3 +262,62 @@ class Snapshots:
         """Return when every byte of the last copy has arrived."""
         for event in self._events:
             event.synchronize()
+
+
+_ITEMS, _LONGEST = "items of a deque", "maxlen"
+
+
+def without_queues(state: Any) -> Any:
+    """The state with a dict of its items in the place of each queue (`collections.deque`), and with plain numbers.
+
+    `torch.load(weights_only=True)` reads no queue, and no number of NumPy's or of an IntEnum.
+    """
+
+    def as_dict(leaf: Any, _: str) -> Any:
+        if isinstance(leaf, np.number):
+            return leaf.item()
+        if isinstance(leaf, IntEnum):
+            return int(leaf)
+        if not isinstance(leaf, deque):
+            return leaf
+        return {_ITEMS: [without_queues(item) for item in leaf], _LONGEST: leaf.maxlen}
+
+    return replaced(state, as_dict)
+
+
+def with_queues(state: Any) -> Any:
+    """The state that `without_queues` was given; whatever has no queue in it is the same object."""
+    if isinstance(state, Mapping):
+        if state.keys() == {_ITEMS, _LONGEST}:
+            return deque((with_queues(item) for item in state[_ITEMS]), state[_LONGEST])
+        found = {key: with_queues(value) for key, value in state.items()}
+        return found if any(found[key] is not state[key] for key in found) else state
+    if type(state) in (list, tuple):
+        items = [with_queues(item) for item in state]
+        return type(state)(items) if any(map(operator.is_not, items, state)) else state
+    return state
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a state_dict, also what torch's `load_state_dict` loses of it.
+
+    That makes every sequence anew from its items: a queue forgets how long it may become, and a text becomes that of a
+    generator.
+    """
+    optimizer.load_state_dict(dict(state))
+    for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        for number, parameter in zip(saved["params"], group["params"], strict=True):
+            if number in state["state"]:
+                _mended(optimizer.state[parameter], state["state"][number])
+
+
+def _mended(loaded: Any, state: Any) -> Any:
+    if isinstance(state, str):
+        return state
+    if isinstance(state, deque) and isinstance(loaded, deque):
+        return deque(map(_mended, loaded, state), state.maxlen)
+    if isinstance(state, Mapping) and isinstance(loaded, dict):
+        loaded.update({key: _mended(value, state[key]) for key, value in loaded.items() if key in state})
+    elif type(state) in (list, tuple) and type(loaded) is type(state):
+        return type(state)(map(_mended, loaded, state))
+    return loaded

@@ -19,12 +19,10 @@ from ddp_core.checkpoint import read_checkpoint
 from ddp_core.checkpoint.manifest import manifest_at
 from ddp_core.experiment.kept_source import read_source
 from ddp_core.record.bundles import BUNDLE_FORMAT, MANIFEST, PINS
-from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.guarded import what_broke_it
 from ddp_core.record.pins import pins
-from ddp_core.record.recorded import require_source
-from ddp_core.record.weights import WEIGHTS, read_weights, require_recorded_weights
+from ddp_core.record.recorded import require_source, what_broke_it
+from ddp_core.record.weights import WEIGHTS, final_weights, read_weights
 
 _INITIAL_WEIGHTS = "init_from"
 """The member with the weights that the run began with, where it has any; its suffix is that of their file."""
@@ -40,11 +38,7 @@ Content = Path | bytes
 
 
 def make_bundle(path: Path, target: Path | None) -> int:
-    """Write the finished run at `path` into the file `target`, and print its digest.
-
-    Raises UserError for a run that is not finished or whose files have changed, (3) for weights that are not those of
-    its record, for a target that exists or lies in the run's own directory, and (4) where it cannot be written.
-    """
+    """Write the finished run at `path` into the file `target`, and print its digest. Raises UserError."""
     record = RunDirectory(path).read()
     if record["status"] != "completed":
         raise UserError(f"{path} is {record['status']}, so it has no result to hand over; finish it: --resume {path}")
@@ -89,7 +83,7 @@ def _members(path: Path, record: Mapping[str, Any]) -> dict[str, Content]:
         raise UserError(
             f"{odd[0]!r} cannot be the name of a file in a bundle, where names are UTF-8; rename it and train"
         )
-    require_recorded_weights(path, record)
+    final_weights(path, record)
     texts = {PINS: pins(record["environment"]), "README.txt": _readme(record, path.resolve().name, [*files, *initial])}
     if (what := what_broke_it(record)) is not None:
         texts[_BROKEN] = f"{what}\nThe run went on all the same (--on-difference warn).\n"
@@ -106,10 +100,10 @@ def _for_audit(path: Path, record: Mapping[str, Any]) -> dict[str, Path]:
 
 def _initial_weights(record: Mapping[str, Any]) -> dict[str, Content]:
     """The weights that the run began with, by the name in the bundle. Raises UserError where they have changed."""
-    if (weights := recorded_weights(record)) is None:
+    if (weights := record.get("init_from")) is None:
         return {}
-    file = Path(weights.file)
-    if not is_file(file) or weights_digest(read_weights(file)) != weights.sha256:
+    file = Path(weights["file"])
+    if not is_file(file) or weights_digest(read_weights(file)) != weights["sha256"]:
         raise UserError(f"{file}, whose weights the run began with, is gone or has changed: restore it")
     return {_INITIAL_WEIGHTS + file.suffix: file}
 

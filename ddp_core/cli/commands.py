@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -13,18 +14,14 @@ import click
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.click_kinds import Group, RunPath, asked_in, field_options
-from ddp_core.cli.train_command import ddp as ddp
-from ddp_core.cli.train_command import require_known as _require_known
-from ddp_core.cli.trained_commands import eval_, export_
-from ddp_core.cli.words import IS_OWN_PROCESS
-from ddp_core.cli.words import as_json as _as_json
-from ddp_core.cli.words import quiet as _quiet
+from ddp_core.cli.train_command import IS_OWN_PROCESS, ddp, quiet, require_known
 from ddp_core.remote import brought, local
 
 if TYPE_CHECKING:
     from ddp_core.config.layout import DeviceType
 
 _run_argument = click.argument("run", metavar="RUN", type=RunPath())
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 
 
 @ddp.command("rehearse", options=field_options)
@@ -36,11 +33,11 @@ def rehearse_(context: click.Context, /, **_: object) -> int:
     one process, and on every layout that fits this machine, where it is killed and resumed; all bits are compared.
     Nothing is written to --output. The exit code is 0 where the long run may be submitted.
     """
-    _quiet()
+    quiet()
     from ddp_core.cli.train import carry_out
 
     asked = asked_in(context)
-    _require_known(None if asked.record else asked.experiment)
+    require_known(None if asked.record else asked.experiment)
     new = asked.model_copy(update={"resume": "never"})
     return carry_out(new, context.obj, context.meta.get(IS_OWN_PROCESS, False), is_rehearsal=True)
 
@@ -108,7 +105,7 @@ def verify_(run: Path, as_json: bool, **changes: Any) -> int:
     It may be another layout: the exact reduction gives the same weights on all of them. RUN may also be a bundle; this
     runs the code in it.
     """
-    _quiet()
+    quiet()
     from ddp_core.cli.verify import verify
 
     if not as_json:
@@ -139,13 +136,50 @@ def audit_(run: Path, as_json: bool, **words: Any) -> int:
     was trained with --keep-for-audit, or is a bundle of such a run; this runs the code in it. The exit code is 1 where
     something is not what the record says.
     """
-    _quiet()
-    from ddp_core.cli.audit.audit import Report, audit
+    quiet()
+    from ddp_core.cli.audit import Report, audit
 
     return audit(run, Report(as_json), **words)
 
 
-ddp.add_command(eval_)
+def _step(value: str) -> int | str:
+    if value in ("final", "newest", "best"):
+        return value
+    if not value.isdecimal():
+        raise click.BadParameter(f"{value} is no step; give a number, or final, newest or best")
+    return int(value)
+
+
+def _at(usual: str, default: str | None = None) -> Callable[[Any], Any]:
+    return click.option(
+        "--at",
+        default=default,
+        metavar="STEP",
+        type=_step,
+        help=f"The weights after this step, of which there is a checkpoint; or final, newest, best. [default: {usual}]",
+    )
+
+
+def _options_of_eval() -> list[click.Parameter]:
+    recorded = field_options("settings", "device", "data_dir", default="as recorded")
+    return [*field_options("layout", "nproc_per_node", "shard"), *recorded]
+
+
+@ddp.command("eval", options=_options_of_eval)
+@click.argument("run", metavar="RUN|CHECKPOINT|BUNDLE", type=RunPath())
+@_at("those it ended with, else its newest checkpoint")
+@_as_json
+@click.pass_context
+def eval_(context: click.Context, /, run: Path, **changes: Any) -> int:
+    """Evaluate weights of RUN, on any layout.
+
+    The figures have the bits that training gave them, in one process or on the layout that is named. Only settings of
+    data and evaluation can be changed. This runs the code that the run has kept.
+    """
+    quiet()
+    from ddp_core.cli.evaluate import evaluate
+
+    return evaluate(run, context.obj, context.meta.get(IS_OWN_PROCESS, False), **changes)
 
 
 @ddp.command()
@@ -163,13 +197,47 @@ def bundle(run: Path, target: Path | None) -> int:
     It holds record, metrics, weights, code and package versions; `ddp verify FILE` trains it again elsewhere. Of a run
     with --keep-for-audit also the kept checkpoints, for `ddp audit FILE`.
     """
-    _quiet()
+    quiet()
     from ddp_core.cli.bundle import make_bundle
 
     return make_bundle(run, target)
 
 
-ddp.add_command(export_)
+@ddp.command("export")
+@click.argument("run", metavar="RUN|CHECKPOINT|BUNDLE", type=RunPath())
+@click.option(
+    "--to",
+    required=True,
+    type=click.Choice(["safetensors", "torch"]),
+    help="How the state dict is written: for safetensors.torch.load_file, or for torch.load.",
+)
+@_at("final", "final")
+@click.option(
+    "--weights",
+    type=click.Choice(["auto", "trained", "averaged"]),
+    default="auto",
+    show_default=True,
+    help="With ema_decay, the averaged weights or those before averaging. auto: those that evaluated better.",
+)
+@click.option(
+    "--out",
+    "target",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="The folder to write, which must not exist. [default: EXPERIMENT-RUN-FORMAT, here]",
+)
+def export_(run: Path, **choices: Any) -> int:
+    """Write the weights of RUN for other programs.
+
+    This runs the code that the run has kept.
+    """
+    quiet()
+    from ddp_core.record.bundles import place_named
+    from ddp_core.record.trained import export
+
+    with place_named(run) as place:
+        export(place, **choices)
+    return ExitCode.DONE
 
 
 @ddp.command(options=partial(field_options, "settings", "data_dir"))
@@ -186,8 +254,8 @@ def verify_layouts(experiment: str, settings: tuple[str, ...], data_dir: str, de
 
     EXPERIMENT is digits, if none is named.
     """
-    _quiet()
-    _require_known(experiment)
+    quiet()
+    require_known(experiment)
     from ddp_core.cli.verify_layouts import compare_layouts
 
     return compare_layouts(experiment, settings, data_dir, device)
@@ -244,7 +312,7 @@ def fetch_(name: str, data_dir: str) -> int:
 @click.option("--check", metavar="HOST:PORT", help="Serve nothing; only say whether a rendezvous answers there.")
 def rendezvous(port: int, bind: str | None, check: str | None) -> int:
     """Serve the place where the nodes of a launch meet."""
-    _quiet()
+    quiet()
     from ddp_core.launch import rendezvous
 
     return rendezvous.check(check) if check else rendezvous.serve(port, bind)

@@ -15,11 +15,8 @@ from ddp_core.config.records import dotted
 from ddp_core.distributed.reports import tell_user
 from ddp_core.record.data import how_compared
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
-from ddp_core.record.early import how_it_ended
-from ddp_core.record.guarded import broken_promise, was_rehearsed, what_broke_it
-from ddp_core.record.over_seeds import family_of, origin_of, over_seeds
-from ddp_core.record.own_figures import MOST, PREFIX, in_words, own_figures
-from ddp_core.record.recorded import portable_cpu
+from ddp_core.record.figures import MOST, PREFIX, family_of, in_words, origin_of, over_seeds, own_figures
+from ddp_core.record.recorded import broken_promise, how_it_ended, portable_cpu, was_rehearsed, what_broke_it
 
 RunAndRecord = tuple[RunDirectory, Mapping[str, Any]]
 
@@ -28,7 +25,6 @@ def compare_runs(places: Sequence[Path], as_json: bool = False, checks: bool = T
     """Print one table per experiment, or all of them as JSON; returns the exit code.
 
     That is 1 where exact runs have other weights than the promise gives them, unless it is not to be asked (`checks`).
-    Raises UserError where one of `places` holds no run, or is a run directory without a readable record.
     """
 
     def on_bad(directory: RunDirectory, problem: str) -> None:
@@ -58,7 +54,7 @@ def compare_runs(places: Sequence[Path], as_json: bool = False, checks: bool = T
         last = [found.table(families[name][0]["experiment"]["name"]) for name, found in over.items() if found]
         titles = titles_of([[record for _, record in group] for group in groups])
         print("\n".join([*(table(*pair) for pair in zip(groups, titles, strict=True)), *last]))
-    broken = any(is_unlike_the_promise([record for _, record in group]) for group in groups)
+    broken = any(_unlike_the_promise(_comparable(record for _, record in group)) for group in groups)
     return DIFFERENT if checks and broken else ExitCode.DONE
 
 
@@ -69,10 +65,7 @@ def _is_refused(directory: RunDirectory, record: Mapping[str, Any]) -> bool:
 
 
 def titles_of(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-    """A title for the runs of each experiment: its name, and what sets it apart from the others of that name.
-
-    It is set apart from the experiment of its name that has most runs.
-    """
+    """A title for the runs of each experiment: its name, and what sets it apart from the main one of that name."""
     main: dict[str, Sequence[Mapping[str, Any]]] = {}
     for group in sorted(groups, key=len, reverse=True):
         main.setdefault(group[0]["experiment"]["name"], group)
@@ -107,10 +100,7 @@ def facts(runs: Sequence[RunAndRecord]) -> dict[str, Any]:
 def table(runs: Sequence[RunAndRecord], title: str) -> str:
     """The table of runs of one experiment, with the verdict on their digests below it.
 
-    Accuracy and the experiment's own figures, the first of them, have a column where a run has them. Where a run is
-    sharded, which is done for the sake of memory, a column shows how much of it the steps took; where of the data of a
-    run a sample was digested, or they are random, a column says so; another one says how runs have ended, where one is
-    not completed.
+    Columns that tell a reader nothing where all runs are alike are there only where one run has something to say.
     """
     sharded = any(record["layout"].get("shard", "none") != "none" for _, record in runs)
     in_part = any(how_compared(record) in ("sample", "random") for _, record in runs)
@@ -121,7 +111,7 @@ def table(runs: Sequence[RunAndRecord], title: str) -> str:
     broken = [
         f"! {shown(directory.path.name)}: {what}" for directory, record in runs if (what := what_broke_it(record))
     ]
-    early = [f"{shown(directory.path.name)}: {words}" for directory, record in runs if (words := _early(record))]
+    early = [f"{shown(directory.path.name)}: {words}" for directory, record in runs if (words := how_it_ended(record))]
     records = [record for _, record in runs]
     exact = _comparable(records)
     tried = sum(map(was_rehearsed, exact))
@@ -140,10 +130,7 @@ def aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def verdict(records: Iterable[Mapping[str, Any]]) -> str:
-    """Whether the completed exact runs ended with the same weights; if not, the likely cause.
-
-    A run whose promise is broken is not among them, and is named after the verdict.
-    """
+    """Whether the completed exact runs ended with the same weights; if not, the likely cause; and who is left out."""
     records = list(records)
     broken = [words for record in records if (words := broken_promise(record))]
     left_out = f"; left out: {', '.join(broken)}" if broken else ""
@@ -163,16 +150,8 @@ def _verdict(exact: Sequence[Mapping[str, Any]]) -> str:
     return f"{len(digests)} different ones under one fingerprint{by_sample}: `ddp verify RUN` says where they part"
 
 
-def is_unlike_the_promise(records: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether two of these runs have other weights though nothing explains it: the promise says they have the same.
-
-    `records`: of one experiment.
-    """
-    return _unlike_the_promise(_comparable(records)) is not None
-
-
 def _unlike_the_promise(exact: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """The first two runs of one experiment whose weights differ for no reason that is known."""
+    """The first two runs of one experiment whose weights differ for no reason that is known: against the promise."""
     for first, other in combinations(exact, 2):
         if first["weights_sha256"] != other["weights_sha256"] and _reason(first, other) is None:
             return first, other
@@ -184,18 +163,14 @@ def _reason(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     changed = [what for what, digest in origin_of(first).items() if digest != origin_of(other)[what]]
     if changed:
         return f"of other {' and other '.join(changed)}"
-    if _early(first) != _early(other):
-        ends = (_early(each) or "trained to its last step" for each in (first, other))
+    if how_it_ended(first) != how_it_ended(other):
+        ends = (how_it_ended(each) or "trained to its last step" for each in (first, other))
         return f"of other lengths ({'; '.join(ends)})"
     if "random" in map(how_compared, (first, other)):
         return "of data that differ from one read to the next"
     if parts := fingerprint_differences(first["fingerprint"], other["fingerprint"]):
         return f"under other fingerprints ({parts[0]}): the promise does not cover that"
     return None
-
-
-def _early(record: Mapping[str, Any]) -> str | None:
-    return how_it_ended(record.get("ended_early"))
 
 
 def _on_unlike_cpus(records: Iterable[Mapping[str, Any]]) -> str:
@@ -274,5 +249,5 @@ def _own(value: float | None) -> str:
     return str(value) if isinstance(value, int) else _number(value, "{:.4f}")
 
 
-def _number(value: float | None, form: str, scale: float = 1.0, without: str = "-") -> str:
-    return without if value is None else form.format(value * scale)
+def _number(value: float | None, form: str, scale: float = 1.0) -> str:
+    return "-" if value is None else form.format(value * scale)

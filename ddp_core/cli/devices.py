@@ -18,10 +18,7 @@ from ddp_core.distributed.world import World
 
 
 def choose_layout(asked: Asked, world: World) -> Layout:
-    """The layout; where the user left something open, the launcher decides, if there is one, and the devices here.
-
-    Raises UserError for counts and a shard mode that contradict the kind of layout, or the launcher.
-    """
+    """The layout; where the user left something open, the launcher decides, if there is one, and the devices here."""
     found = 0 if asked.device == "cpu" else gpus_here()
     # A launcher counts processes; the replicas of dp are threads of one process, which it knows nothing of.
     if World.is_set() and (asked.layout != "dp" or world.world_size > 1):

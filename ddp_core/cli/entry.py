@@ -14,8 +14,7 @@ from ddp_core.base.ending import said_by
 from ddp_core.base.errors import UserError, near_names
 from ddp_core.base.process import leave_first_process, make_patient
 from ddp_core.cli.click_kinds import asked_in, meant_by
-from ddp_core.cli.train_command import ddp, train_
-from ddp_core.cli.words import IS_OWN_PROCESS
+from ddp_core.cli.train_command import IS_OWN_PROCESS, ddp, train_
 from ddp_core.distributed.stop import asking_signals, signals_as_before, stops_at_once
 from ddp_core.distributed.world import World
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_core.base.errors import UserError
 from ddp_core.cli.train import carry_out
 from ddp_core.config.options import Asked
-from ddp_core.record.places import Place, place_named
+from ddp_core.record.bundles import Place, place_named
 from ddp_core.record.recorded import as_recorded
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ def evaluate(
 ) -> int:
     """Evaluate the weights of a run, a checkpoint of one, or a bundle, and print the figures; returns the exit code.
 
-    `at`: which weights; None: those that the run ended with, else its newest. `layout`: those options of
-    `ddp train` that say where it runs and where the data are. Raises UserError.
+    `at`: None for those that the run ended with, else its newest. `layout`: the options that say where.
     """
     for setting in settings:
         if setting.partition("=")[0].partition(".")[0].strip() not in _CHANGEABLE:

@@ -39,8 +39,7 @@ def holds(numerics: Numerics) -> bool:
 def prepare(asked: Asked, command: str, can_hold: Callable[[Numerics], bool] = holds) -> Request:
     """The request that `command` asks for; what it leaves open, the launcher and this machine decide.
 
-    `can_hold` says whether this process computes with certain numerics, or will once it is started anew. Raises
-    UserError where the parts do not fit together, or a launcher has started something else than was asked for.
+    `can_hold` says whether this process computes with certain numerics, or will once it is started anew.
     """
     loaded = load_with_settings(asked.experiment, asked.settings, Path(asked.record) if asked.record else None)
     experiment = loaded.experiment
@@ -54,11 +53,16 @@ def prepare(asked: Asked, command: str, can_hold: Callable[[Numerics], bool] = h
         reduction = "plain"
         say_once(world, f"plain reduction instead of exact: {inexact_because}")
     numerics, why_native = _numerics(asked, experiment, layout, can_hold)
+    output = asked.output
+    if is_address(output):
+        from ddp_core.remote import local
+
+        output = str(local(output))
     decided = {
         "reduction": reduction,
         "numerics": numerics,
         "deterministic": _is_deterministic(asked, reduction, layout),
-        "output": _folder(asked.output),
+        "output": output,
         "launcher": "in-process" if layout.kind != "ddp" else "external" if World.is_set() else "torchrun",
     }
     options = Options(**asked.model_dump(include=set(Options.model_fields)) | decided)
@@ -68,37 +72,34 @@ def prepare(asked: Asked, command: str, can_hold: Callable[[Numerics], bool] = h
     return Request(loaded, layout, options, asked.resume, command, asked)
 
 
-def _folder(output: str) -> str:
-    if not is_address(output):
-        return output
-    from ddp_core.remote import local
-
-    return str(local(output))
-
-
 def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: Path | None = None) -> LoadedExperiment:
     """The experiment with its builders' defaults written out and `--set` applied. Raises UserError.
 
     With `record_file`, a run.json, the experiment is the one recorded there, with the settings applied. Its file then
     gives the functions only, and imports the modules that the run has kept.
     """
-    if record_file is not None:
-        return _load_recorded(name_or_path, settings, RunDirectory(record_file.parent))
+    if record_file is None:
+        loaded = load_experiment(name_or_path)
+        experiment = _with_settings(loaded, loaded.experiment, settings, is_complete=False)
+        resolve(loaded, "loss", experiment.loss)
+        return replace(loaded, experiment=experiment)
+    from ddp_core.experiment.kept_source import serve_modules
+    from ddp_core.record.recorded import recorded_experiment
+
+    record = RunDirectory(record_file.parent).read()
+    # Absolute, because a worker may start in another folder.
+    folder = record_file.parent.absolute() / record["source"]["folder"]
+    served = Served(str(folder), record["source"]["modules"])
+    serve_modules(served)
     loaded = load_experiment(name_or_path)
-    record = loaded.experiment
-    components = [name for name in _COMPONENTS if isinstance(getattr(record, name), Component)]
-    record = _with_settings(loaded, record, settings, components)
-    resolve(loaded, "loss", record.loss)
-    return replace(loaded, experiment=record)
+    experiment = _with_settings(loaded, recorded_experiment(record), settings, is_complete=True)
+    return replace(loaded, experiment=experiment, served=served)
 
 
 def _with_settings(
-    loaded: LoadedExperiment, record: Experiment, settings: Sequence[str], incomplete: Sequence[Kind] = ()
+    loaded: LoadedExperiment, record: Experiment, settings: Sequence[str], is_complete: bool
 ) -> Experiment:
-    """The experiment with settings applied, and the defaults of builders written out.
-
-    These are the builders that a setting names anew, and those of the components `incomplete`.
-    """
+    """The experiment with settings, and builders' defaults written out: of all, or of new ones if it `is_complete`."""
     # A component that a setting names anew begins without the options of the one that it replaces.
     components = [name for name in _COMPONENTS if isinstance(getattr(record, name), Component)]
     names: dict[str, Kind] = {f"{component}.name": component for component in components}
@@ -107,24 +108,11 @@ def _with_settings(
         component = getattr(record, kind)
         record = record.model_copy(update={kind: component.model_copy(update={"options": {}})})
         record = record.with_settings([setting])
-    for kind in dict.fromkeys([*incomplete, *named.values()]):
+    for kind in dict.fromkeys(named.values() if is_complete else components):
         component = getattr(record, kind)
         completed = complete_options(component, resolve(loaded, kind, component.name), kind)
         record = record.model_copy(update={kind: completed})
     return record.with_settings([setting for setting in settings if setting not in named])
-
-
-def _load_recorded(path: str, settings: Sequence[str], directory: RunDirectory) -> LoadedExperiment:
-    from ddp_core.experiment.kept_source import serve_modules
-    from ddp_core.record.recorded import recorded_experiment
-
-    record = directory.read()
-    # Absolute, because a worker may start in another folder.
-    served = Served(str((directory.path / record["source"]["folder"]).absolute()), record["source"]["modules"])
-    serve_modules(served)
-    loaded = load_experiment(path)
-    recorded = _with_settings(loaded, recorded_experiment(record), settings)
-    return replace(loaded, experiment=recorded, served=served)
 
 
 def _check_nodes(asked: Asked, world: World) -> None:
@@ -145,10 +133,7 @@ def _check_nodes(asked: Asked, world: World) -> None:
 def _numerics(
     asked: Asked, experiment: Experiment, layout: Layout, can_hold: Callable[[Numerics], bool]
 ) -> tuple[Numerics, str | None]:
-    """The numerics that were asked for, else the experiment's own; or native, and why the portable ones cannot be had.
-
-    Raises UserError where an option asks for portable numerics that cannot be had.
-    """
+    """The numerics that were asked for, else the experiment's own; or native, and why portable ones cannot be had."""
     wanted = asked.numerics or experiment.numerics
     reason = None
     if wanted == "portable":
@@ -176,10 +161,7 @@ def _is_deterministic(asked: Asked, reduction: ReductionKind, layout: Layout) ->
 
 
 def check_request(request: Request, only_look: bool = False) -> None:
-    """Check all that can be checked without starting a process. Raises UserError.
-
-    The output folder is made and written to; with `only_look`, nothing is.
-    """
+    """Check all that can be checked without starting a process; make the output folder, unless it shall `only_look`."""
     experiment, options = request.loaded.experiment, request.options
     if options.profile:
         from ddp_core.observe.profiling import parse_window
@@ -223,7 +205,7 @@ def check_request(request: Request, only_look: bool = False) -> None:
 
         require_continuable(RunDirectory(Path(request.resume)), request, len(splits.train))
     elif request.resume == "never" and request.asked.fork is not None:
-        from ddp_core.record.forking import find_fork
+        from ddp_core.record.changes import find_fork
 
         find_fork(request, len(splits.train))
     if request.evaluated is None:

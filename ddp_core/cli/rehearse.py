@@ -18,17 +18,15 @@ from ddp_core.distributed.children import Children
 from ddp_core.distributed.world import World
 from ddp_core.experiment.request import Request, build_splits
 from ddp_core.model.optimizers import load_for_optimizers
-from ddp_core.run.miniature import Miniature
 from ddp_core.run.rehearsal import alone, compared, fitting, require_ended
-from ddp_core.run.repeat import Repeated, Training
+from ddp_core.run.repeat import Miniature, Repeated, Training
 from ddp_core.sharding import Sharding
 
 
 def rehearse(request: Request) -> int:
     """Print a row for each layout and a verdict; returns 0 where the run may be submitted, and 1 where bits differ.
 
-    The exit code is otherwise that of the layout asked for; another one may be refused. Raises UserError where `ddp
-    train` would before it starts.
+    The exit code is otherwise that of the layout asked for; another one may be refused.
     """
     if World.is_set():
         raise UserError("ddp rehearse starts processes itself: run it once, without torchrun or srun before it")

@@ -13,20 +13,17 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import is_file
 from ddp_core.cli.prepare import load_with_settings
-from ddp_core.config.layout import LayoutKind
 from ddp_core.config.options import Asked
 from ddp_core.data.data_digest import changed_at
 from ddp_core.distributed.children import Children, error_of
 from ddp_core.experiment.kept_source import changed_files, read_source
 from ddp_core.experiment.request import build_splits
 from ddp_core.record.bundles import unpack_bundle
-from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.data import digest_data, recorded_digest
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import describe_code
-from ddp_core.record.guarded import broken_promise
 from ddp_core.record.pins import package_differences
-from ddp_core.record.recorded import as_recorded, require_source
+from ddp_core.record.recorded import as_recorded, broken_promise
 from ddp_core.record.weights import read_weights
 
 
@@ -38,8 +35,7 @@ class Different(Exception):
 def run_in(named: Path, say: Callable[[str, str], object]) -> Iterator[Path]:
     """The run directory that is named, or that of a bundle, which is checked and unpacked for the block.
 
-    `say` is told of a bundle: what each line is about, and the line. Raises ChangedBundle, UserError for a file that is
-    no bundle or that could do harm when unpacked, and (4) for a full disk.
+    `say` is told of a bundle: what each line is about, and the line. Raises as `unpack_bundle`.
     """
     if not named.is_file():
         yield named
@@ -60,47 +56,37 @@ def train_silently(children: Children, asked: Asked) -> None:
         raise error_of(ended.code, ended.errors.splitlines(), words)
 
 
-def place_of(
-    record: Mapping[str, Any], layout: LayoutKind | None, device: str | None, nproc_per_node: int | None
-) -> dict[str, Any]:
+def place_of(record: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """The options that say where the run is trained again: as recorded, where nothing else is asked for."""
     recorded = record["layout"]
-    kind = layout or recorded["kind"]
+    kind = asked.get("layout") or recorded["kind"]
     count, is_same = recorded["nnodes"] * recorded["nproc_per_node"], kind == recorded["kind"]
     # Another layout has at least two processes or replicas.
     count = 1 if kind == "single" else count if is_same else max(2, count)
-    return {
-        "layout": kind,
-        "device": device or recorded["device"],
-        "nproc_per_node": nproc_per_node or count,
-        "shard": recorded.get("shard", "none") if is_same else "none",
-    }
+    shard = recorded.get("shard", "none") if is_same else "none"
+    where = {"layout": kind, "device": recorded["device"], "nproc_per_node": count, "shard": shard}
+    return where | {name: value for name, value in asked.items() if value}
 
 
-def checked(
-    directory: RunDirectory, record: Mapping[str, Any], where: Mapping[str, Any], data_dir: str | None
-) -> Asked:
+def checked(directory: RunDirectory, record: Mapping[str, Any], where: dict[str, Any]) -> Asked:
     """What trains the run again; `where`: the options that say where. Raises UserError and Different."""
     path, options = directory.path, record["options"]
-    _require_repeatable(path, record)
     again = as_recorded(path, record) | {
         "digest_every": options["digest_every"],
         # Where the run went on after a finding of its guard, its repetition must go on, too.
         "on_difference": "stop" if broken_promise(record) is None else "warn",
     }
+    _require_repeatable(path, record)
     # The bits of the plain reduction belong to a layout.
-    again |= where if options["reduction"] == "exact" else place_of(record, None, None, None)
-    asked = Asked.model_validate(again | ({"data_dir": data_dir} if data_dir else {}))
-    for line in _check_code(directory, record):
-        print(f"note: {line}")
+    place = where if options["reduction"] == "exact" else place_of(record, {"data_dir": where.get("data_dir")})
+    asked = Asked.model_validate(again | place)
+    _check_code(directory, record)
     _check_data(directory, record, asked)
-    weights = _initial_weights(directory, record)
-    return asked.model_copy(update={"init_from": None if weights is None else str(weights)})
+    return asked.model_copy(update={"init_from": _initial_weights(directory, record)})
 
 
 def _require_repeatable(path: Path, record: Mapping[str, Any]) -> None:
     """Raises UserError for a run that training cannot repeat."""
-    require_source(path, record)
     if record["source"]["unreadable"]:
         raise UserError(
             f"{path} cannot be repeated: the source of module {record['source']['unreadable'][0]} was gone when it "
@@ -115,24 +101,22 @@ def _require_repeatable(path: Path, record: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_code(directory: RunDirectory, record: Mapping[str, Any]) -> list[str]:
-    """Notes on code that has changed since, but is not what is trained. Raises Different where the run's copy has."""
+def _check_code(directory: RunDirectory, record: Mapping[str, Any]) -> None:
+    """Say which code has changed since, but is not what is trained. Raises Different where the run's copy has."""
     try:
         kept = read_source(directory.path, record["source"])
     except UserError as error:
         raise Different(f"different code: {error}") from None
-    notes = []
     beside = Path(record["experiment_file"]).parent
     today = {place: read_file(beside / place) for place in kept.texts if is_file(beside / place)}
     edited = changed_files({place: kept.texts[place] for place in today}, today)
     if edited:
-        notes.append(
-            f"{', '.join(str(beside / place) for place in edited)} changed after the run; "
+        print(
+            f"note: {', '.join(str(beside / place) for place in edited)} changed after the run; "
             f"the run's own copy in {directory.path / record['source']['folder']} is what is trained"
         )
     if (other := other_ddp(record)) is not None:
-        notes.append(other)
-    return notes
+        print(f"note: {other}")
 
 
 def other_ddp(record: Mapping[str, Any]) -> str | None:
@@ -155,18 +139,14 @@ def _check_data(directory: RunDirectory, record: Mapping[str, Any], asked: Asked
         raise Different(f"different data: {where}; the run trained on other data than these")
 
 
-def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> Path | None:
-    """The file with the weights that the run began with, or its copy in the directory; None for random weights.
-
-    Raises Different where both are gone, or the file holds other weights.
-    """
-    weights = recorded_weights(record)
-    if weights is None:
+def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> str | None:
+    """The file with the weights that the run began with, or its copy in the directory; None for random weights."""
+    if (weights := record.get("init_from")) is None:
         return None
-    places = [Path(weights.file), directory.path / f"init_from{Path(weights.file).suffix}"]
+    places = [Path(weights["file"]), directory.path / f"init_from{Path(weights['file']).suffix}"]
     file = next((place for place in places if is_file(place)), None)
     if file is None:
-        raise Different(f"different start: {weights.file} is gone, whose weights the run began with")
-    if weights_digest(read_weights(file)) != weights.sha256:
+        raise Different(f"different start: {weights['file']} is gone, whose weights the run began with")
+    if weights_digest(read_weights(file)) != weights["sha256"]:
         raise Different(f"different start: {file} holds other weights than those that the run began with")
-    return file
+    return str(file)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+
 import click
 
 from ddp_core.base.errors import ExitCode
 from ddp_core.cli.click_kinds import OpenGroup, asked_in, field_options
-from ddp_core.cli.words import IS_OWN_PROCESS, quiet
 
+IS_OWN_PROCESS = "ddp_core.cli.is_own_process"
+"""The key in `Context.meta` that tells whether this process ends with the command."""
 _EXAMPLES = """
 \b
 Examples:
@@ -46,6 +50,14 @@ def ddp(context: click.Context) -> int:
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
     return ExitCode.BAD_INPUT  # where there is no command; otherwise the command's own exit code counts
+
+
+def quiet() -> None:
+    """Silence libraries; must be called before torch is imported."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    warnings.simplefilter("ignore")
 
 
 def require_known(experiment: str | None) -> None:

@@ -27,11 +27,7 @@ Attempts = list[dict[str, Any]]
 
 
 def compare_layouts(name: str, settings: Sequence[str], data_dir: str, device: DeviceType = "cpu") -> int:
-    """Train on every layout that runs here and print a line for each; returns 0 when there is one digest.
-
-    One of the runs is killed and resumed on other layouts. Raises UserError where the experiment cannot have the exact
-    reduction.
-    """
+    """Train on every layout that runs here, and killed and resumed on others; returns 0 when there is one digest."""
     loaded = load_with_settings(name, settings)
     if loaded.experiment.micro_batch is None:
         size = loaded.experiment.global_batch_size
@@ -89,10 +85,7 @@ def layouts_for(micro_batches: int, steps: int, device: DeviceType = "cpu") -> t
 
 
 def _killed(micro_batches: int, steps: int) -> dict[str, Attempts]:
-    """A run that is killed after a quarter, half and three quarters of its steps, each time on another layout.
-
-    Empty where a run has too few steps for that.
-    """
+    """A run that is killed after a quarter, half and three quarters of its steps, each time on another layout."""
     kills = sorted({steps * part // 4 for part in (1, 2, 3)} - {0})
     if not kills:
         return {}

@@ -25,8 +25,8 @@ from ddp_core.distributed.processes import state_of
 from ddp_core.observe.heartbeat import Beat, read_heartbeats
 from ddp_core.observe.metrics import MetricsRecord, duration_text, readable
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
-from ddp_core.record.early import how_it_ended
 from ddp_core.record.lock import is_held
+from ddp_core.record.recorded import how_it_ended
 
 _LOOK_SECONDS, _LOOKS_PER_SEARCH, _MOST_RANKS, _END_BYTES = 1.0, 5, 8, 2**18
 SILENT_SECONDS = 15.0
@@ -91,7 +91,7 @@ class WatchedRun:
         if self.state == "interrupted":
             return f"interrupted at step {self.step}: its processes are gone; `ddp train` with --resume continues it"
         if self.state == "completed":
-            early = how_it_ended(self.record.get("ended_early"))
+            early = how_it_ended(self.record)
             done = f"completed after {self.record['result'].get('steps')} steps" + (f", {early}" if early else "")
             return f"{done}, weights {(self.record['weights_sha256'] or '')[:12]}"
         return f"{self.state}: {message}" if self.state in ("stopped", "failed") and message else self.state
@@ -133,7 +133,7 @@ def watch_runs(place: Path, once: bool, seconds: float) -> int:
     """Show the run at `place`, or the runs in that folder, until none is at work; with `once`, as they stand.
 
     In a terminal the table of a folder waits for more runs until Ctrl-C. `seconds`: the least time between two lines
-    of progress of a run. Returns the exit code. Raises UserError (2) where there is nothing to watch.
+    of progress of a run.
     """
     console, lines = Console(), _Lines(seconds)
     has_table = console.is_terminal and not console.is_dumb_terminal

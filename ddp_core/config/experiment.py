@@ -68,11 +68,6 @@ class Schedule(Frozen):
     gamma: float = Field(default=0.1, gt=0)
     final_factor: float = Field(default=0.0, ge=0)
 
-    @property
-    def changes_rate(self) -> bool:
-        """Whether some step has another rate than the base rate."""
-        return self.name != "constant" or self.warmup_steps > 0
-
     def rate(self, base: float, step: int, steps_per_epoch: int, total_steps: int) -> float:
         """The rate used by optimizer step `step` (counted from 0 over the whole run)."""
         if step < self.warmup_steps:
@@ -320,15 +315,8 @@ def setting_names(experiment: Experiment) -> list[str]:
 
 def _typed_like(old: Any, new: Any, name: str) -> Any:
     """`new` in the type of the option's present value `old`, because options of components have no schema."""
-    if old is None or new is None:
+    if isinstance(old, float) and type(new) is int:
+        new = float(new)
+    if old is None or new is None or type(new) is type(old):
         return new
-    if isinstance(old, bool) or isinstance(new, bool):
-        fits = isinstance(old, bool) and isinstance(new, bool)
-    elif isinstance(old, float):
-        fits = isinstance(new, int | float)
-        new = float(new) if fits else new
-    else:
-        fits = isinstance(new, type(old))
-    if not fits:
-        raise UserError(f"--set {name}={new}: expected {type(old).__name__}, as in {name}={json.dumps(old)}")
-    return new
+    raise UserError(f"--set {name}={new}: expected {type(old).__name__}, as in {name}={json.dumps(old)}")

@@ -54,21 +54,16 @@ def explain(error: ValidationError) -> str:
             text = f"there is no such field; {nearest_name(wrong, near or known)}"
         elif item["type"] == "model_type" and (known := _fields_at(error.title, item["loc"])):
             text = f"{item['input']!r} is none; give its fields by name: {', '.join(known)}"
-        elif item["type"] not in ("extra_forbidden", "missing", "value_error") and _is_short(item["input"]):
-            text = f"{text}, not {item['input']!r}"
+        elif item["type"] not in ("extra_forbidden", "missing", "value_error"):
+            given = repr(item["input"])
+            is_shown = not isinstance(item["input"], BaseModel | dict) and len(given) <= _LONGEST_VALUE
+            text += f", not {given}" if is_shown else ""
         findings.append(f"{place}: {text}" if place else text)
     return "; ".join(findings)
 
 
-def _is_short(value: object) -> bool:
-    return not isinstance(value, BaseModel | dict) and len(repr(value)) <= _LONGEST_VALUE
-
-
 def _fields_at(title: str, place: Sequence[int | str]) -> dict[str, list[type[Frozen]]]:
-    """The fields of the record called `title`, or of the one that it has at `place`, with the records that each holds.
-
-    Empty where no record is found there.
-    """
+    """The fields of the record called `title`, or of the one at `place` in it, with the records that each holds."""
     found = [kind for kind in kinds_of(Frozen) if kind.__name__ == title]
     for name in place:
         found = [inner for kind in found for inner in _records_in(kind.model_fields.get(str(name)))]

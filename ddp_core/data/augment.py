@@ -7,7 +7,7 @@ on the other samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ def shift_and_flip(padding: int, flip: bool = False) -> Augmentation:
     Each image [channels, height, width] is padded with zeros on every side, and a part of the image's size is cut out
     at a random place: it moves by up to `padding` pixels. With `flip`, half of the images are mirrored.
     """
-    return Augmentation(3 if flip else 2, partial(_padded_and_cropped, padding=padding, flip=flip), on_device=True)
+    return Augmentation(3 if flip else 2, partial(_cropped, padding=padding, flip=flip), on_device=True)
 
 
 def crop_and_flip(size: int) -> Augmentation:
@@ -51,7 +51,7 @@ def crop_and_flip(size: int) -> Augmentation:
     A part of `size` x `size` pixels is taken from a random place of each image [channels, height, width], and half of
     these parts are mirrored.
     """
-    return Augmentation(3, partial(_cropped, shape=(size, size), flip=True), on_device=True)
+    return Augmentation(3, partial(_cropped, size=size, flip=True), on_device=True)
 
 
 def turn_shift_scale(turn: float = 0.1, shift: float = 0.5, scale: float = 0.1) -> Augmentation:
@@ -65,15 +65,15 @@ def turn_shift_scale(turn: float = 0.1, shift: float = 0.5, scale: float = 0.1) 
     return Augmentation(4, partial(_turned, turn=turn, shift=shift, scale=scale), on_device=True)
 
 
-def _padded_and_cropped(images: Tensor, uniforms: Uniforms, padding: int, flip: bool) -> Tensor:
-    padded = functional.pad(images, (padding,) * 4)
-    return _cropped(padded, uniforms, images.shape[2:], flip)
+def _cropped(images: Tensor, uniforms: Uniforms, flip: bool, padding: int = 0, size: int | None = None) -> Tensor:
+    """A part of each image: `size` each way, or as large as the image was before it was padded with zeros.
 
-
-def _cropped(images: Tensor, uniforms: Uniforms, shape: Sequence[int], flip: bool) -> Tensor:
-    """A part of each image, of the height and width in `shape`; the uniforms are row, column and, with `flip`, side."""
+    The uniforms are row, column and, with `flip`, side.
+    """
     numbers, device = torch.as_tensor(uniforms, device=images.device), images.device
-    count, (height, width) = len(images), shape
+    count, (height, width) = len(images), images.shape[2:] if size is None else (size, size)
+    if padding:
+        images = functional.pad(images, (padding,) * 4)
     top = (numbers[:, 0] * (images.shape[2] - height + 1)).long()
     left = (numbers[:, 1] * (images.shape[3] - width + 1)).long()
     rows = top[:, None] + torch.arange(height, device=device)
@@ -88,7 +88,7 @@ def _cropped(images: Tensor, uniforms: Uniforms, shape: Sequence[int], flip: boo
 
 def _turned(images: Tensor, uniforms: Uniforms, turn: float, shift: float, scale: float) -> Tensor:
     """Each image turned, moved and resized; the uniforms are turn, column, row and size."""
-    count, _, height, width = images.shape
+    count, channels, height, width = images.shape
     numbers = 2 * torch.as_tensor(uniforms, device=images.device) - 1
     angle, column, row, size = numbers.float().view(count, 4, 1, 1).unbind(1)
     angle, size = turn * angle, 1 + scale * size
@@ -97,12 +97,7 @@ def _turned(images: Tensor, uniforms: Uniforms, turn: float, shift: float, scale
     down = (torch.arange(height, device=images.device) - (height - 1) / 2).view(1, height, 1)
     x = size * across - angle * down + (shift * column + (width - 1) / 2)
     y = size * down + angle * across + (shift * row + (height - 1) / 2)
-    return _between_pixels(images, x, y)
-
-
-def _between_pixels(images: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """The images' values at columns `x` and rows `y` (float32 [n, height, width] each), from the four pixels around."""
-    count, channels, height, width = images.shape
+    # The values there, from the four pixels around.
     # Whatever lies outside falls among these zeros: one on the left, two on the right of the pixel before it.
     padded = functional.pad(images, (1, 2, 1, 2)).view(count, channels, -1)
     x, y = x.clamp(-1, width), y.clamp(-1, height)

@@ -8,6 +8,7 @@ parameter `root`, the data directory.
 from __future__ import annotations
 
 import gzip
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.extras import require
-from ddp_core.base.functions import Functions
+from ddp_core.base.extras import Functions, require
 from ddp_core.data.splits import ByteImages, InMemory, Splits, content_digest, stratified
 
 
@@ -123,17 +123,15 @@ def _digit_table() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     return table[:, :-1].astype(np.uint8), table[:, -1].astype(np.int64)
 
 
-DATA = Functions[Splits](
-    {
-        "digits": digits,
-        "linear_data": linear_data,
-        "counter_data": counter_data,
-        "toy_data": toy_data,
-        "random_images": random_images,
-        "random_byte_images": random_byte_images,
-        "characters": "ddp_core.data.characters",
-        "fashion_mnist": "ddp_core.data.vision",
-        "cifar10": "ddp_core.data.vision",
-        "image_folder": "ddp_core.data.image_folder",
-    }
+DATA: Mapping[str, Callable[..., Splits]] = Functions(
+    digits=digits,
+    linear_data=linear_data,
+    counter_data=counter_data,
+    toy_data=toy_data,
+    random_images=random_images,
+    random_byte_images=random_byte_images,
+    characters="ddp_core.data.characters",
+    fashion_mnist="ddp_core.data.vision",
+    cifar10="ddp_core.data.vision",
+    image_folder="ddp_core.data.image_folder",
 )

@@ -18,9 +18,6 @@ from ddp_core.data.splits import InMemory, Splits, content_digest
 BOOK = Path(__file__).parent / "texts" / "alice.txt"
 _SHA256 = "99e53cbb0aeb274344a254733db996ca2d05d5fcd10fc0ca02d6966f2b2bc961"
 
-SYMBOLS = 128
-"""How many characters there are: those of ASCII."""
-
 
 def characters(length: int = 64, stride: int = 32, test_share: float = 0.1) -> Splits:
     """`Alice's Adventures in Wonderland`: inputs int64 [length] in 0..127, targets int64 [length], the next ones.
@@ -31,25 +28,6 @@ def characters(length: int = 64, stride: int = 32, test_share: float = 0.1) -> S
     """
     if length < 1 or stride < 1:
         raise UserError(f"data characters: length {length} and stride {stride} must be at least 1")
-    text = torch.from_numpy(np.frombuffer(_book(), dtype=np.uint8).astype(np.int64))
-    held_out = round(test_share * len(text))
-    if not length < held_out < len(text) - length:
-        raise UserError(
-            f"data characters: with test_share {test_share}, {held_out:,} of {len(text):,} characters are held out; "
-            f"training and held-out characters must each be more than length {length}"
-        )
-    train, test = _windows(text[:-held_out], length, stride), _windows(text[-held_out:], length, length)
-    digest = content_digest(train.inputs, train.targets, test.inputs, test.targets)
-    return Splits(train, test, SYMBOLS, None, digest)
-
-
-def _windows(text: Tensor, length: int, stride: int) -> InMemory:
-    windows = text.unfold(0, length + 1, stride)
-    return InMemory(windows[:, :-1], windows[:, 1:])
-
-
-def _book() -> bytes:
-    """The book's bytes. Raises UserError where they are missing, or not the published ones."""
     remedy = "install ddp_core again"
     try:
         content = BOOK.read_bytes()
@@ -61,4 +39,18 @@ def _book() -> bytes:
             f"data characters: {BOOK} has been changed (SHA-256 {found[:12]}…, not {_SHA256[:12]}…), so no result on "
             f"it could be compared; {remedy}"
         )
-    return content
+    text = torch.from_numpy(np.frombuffer(content, dtype=np.uint8).astype(np.int64))
+    held_out = round(test_share * len(text))
+    if not length < held_out < len(text) - length:
+        raise UserError(
+            f"data characters: with test_share {test_share}, {held_out:,} of {len(text):,} characters are held out; "
+            f"training and held-out characters must each be more than length {length}"
+        )
+    train, test = _windows(text[:-held_out], length, stride), _windows(text[-held_out:], length, length)
+    digest = content_digest(train.inputs, train.targets, test.inputs, test.targets)
+    return Splits(train, test, 128, None, digest)  # as many classes as ASCII has characters
+
+
+def _windows(text: Tensor, length: int, stride: int) -> InMemory:
+    windows = text.unfold(0, length + 1, stride)
+    return InMemory(windows[:, :-1], windows[:, 1:])

@@ -130,10 +130,13 @@ def digest_files(files: Sequence[Path], budget: int = MOST_BYTES) -> DataDigest:
     """
     paths = sorted({Path(file).absolute() for file in files})
     root = Path(os.path.commonpath([path.parent for path in paths]))
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "data-digest") as pool:
-        sizes = list(pool.map(_file_size, paths))
-        read = _within(budget, sizes)
-        digests = dict(zip(read, pool.map(_file_digest, [paths[number] for number in read]), strict=True))
+    try:
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "data-digest") as pool:
+            sizes = [facts.st_size for facts in pool.map(Path.stat, paths)]
+            read = _within(budget, sizes)
+            digests = dict(zip(read, pool.map(sha256_of, [paths[number] for number in read]), strict=True))
+    except OSError as error:
+        raise UserError(f"data file {error.filename} cannot be read: {error.strerror}", ExitCode.RESOURCES) from None
     parts = {
         path.relative_to(root).as_posix(): digests.get(number, f"{size} bytes")
         for number, (path, size) in enumerate(zip(paths, sizes, strict=True))
@@ -150,24 +153,6 @@ def _within(budget: int, sizes: Sequence[int]) -> list[int]:
     numbers = Permutation(len(sizes), (SAMPLED,))(range(len(sizes))).tolist()
     total = list(itertools.accumulate(sizes[number] for number in numbers))
     return sorted(numbers[: max(1, bisect.bisect_right(total, budget))])
-
-
-def _file_size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _file_digest(path: Path) -> str:
-    try:
-        return sha256_of(path)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: Path, error: OSError) -> UserError:
-    return UserError(f"data file {path} cannot be read: {error.strerror}", ExitCode.RESOURCES)
 
 
 def _of_parts(digest_of: str, parts: Mapping[str, str], sampled: bool) -> DataDigest:

@@ -119,14 +119,11 @@ class ImageFiles(Staged[tuple[Tensor, int]]):
         pixels = torch.empty((len(ids), 3, side, side), dtype=torch.uint8, pin_memory=pin_memory)
         for place, index in zip(pixels, ids, strict=True):
             place.copy_(self._pixels(index))
-        return pixels, self._labels(ids)
+        return pixels, torch.tensor(self.labels[np.asarray(ids, dtype=np.int64)])
 
     def finish(self, inputs: Any) -> Tensor:
         """The images standardised, float32."""
         return self._standardise(inputs)
-
-    def _labels(self, ids: Ids | Sequence[int]) -> Tensor:
-        return torch.tensor(self.labels[np.asarray(ids, dtype=np.int64)])
 
     def _pixels(self, index: int) -> Tensor:
         return _decoded(self.paths[index], self.stored)[:, self.middle, self.middle]

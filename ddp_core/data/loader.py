@@ -200,10 +200,7 @@ def _is_ours(function: Any) -> bool:
 
 
 def _stacked(samples: list[Any], ids: Sequence[int]) -> Batch:
-    """The samples, pairs (inputs, targets), as one such pair, whose tensors are [n, …]. `ids` are told in messages.
-
-    Raises UserError where a sample is no pair, or where samples differ in structure, shape or type.
-    """
+    """The samples, pairs (inputs, targets), as one such pair, whose tensors are [n, …]. `ids` are told in messages."""
     first = samples[0]
     if not isinstance(first, tuple | list) or len(first) != 2:
         raise UserError(

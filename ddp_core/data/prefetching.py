@@ -8,7 +8,7 @@ import multiprocessing
 import shutil
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -68,8 +68,15 @@ def made_by_workers(
         # Otherwise it draws from torch's global generator, whose state would then depend on the workers.
         generator=torch.Generator(),
     )
-    with _all_or_none():
+    others = set(multiprocessing.active_children())
+    try:
         ahead = iter(loader)
+    except BaseException:
+        # Python would wait for those processes that were started, when it ends.
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
+            process.join()
+        raise
     try:
         while True:
             # What a data set raises in a worker is raised here.
@@ -77,7 +84,10 @@ def made_by_workers(
                 try:
                     step = next(ahead, None)
                 except RuntimeError as error:
-                    if not _was_killed(error):
+                    # torch tells no signal where it has not seen the end of a process itself.
+                    said = f"{error} {error.__cause__}"
+                    is_unseen = "exited unexpectedly" in said and "by signal" not in said
+                    if "is killed by signal: Killed" not in said and not is_unseen:
                         raise
                     raise UserError(
                         "a loader process was killed (SIGKILL), as the kernel does where memory runs out: use fewer "
@@ -92,12 +102,6 @@ def made_by_workers(
             yield made
     finally:
         end_loader_workers(ahead)
-
-
-def _was_killed(error: RuntimeError) -> bool:
-    """Whether a loader process has ended by SIGKILL. torch tells no signal where it has not seen the end itself."""
-    said = f"{error} {error.__cause__}"
-    return "is killed by signal: Killed" in said or ("exited unexpectedly" in said and "by signal" not in said)
 
 
 def _require_shared_memory(step_ids: StepIds, make: Callable[[StepIds], object], workers: int) -> None:
@@ -122,19 +126,6 @@ def _require_shared_memory(step_ids: StepIds, make: Callable[[StepIds], object],
         )
 
 
-@contextlib.contextmanager
-def _all_or_none() -> Iterator[None]:
-    """End the processes that were started in the block where it fails: Python would wait for them when it ends."""
-    before = set(multiprocessing.active_children())
-    try:
-        yield
-    except BaseException:
-        for process in set(multiprocessing.active_children()) - before:
-            process.kill()
-            process.join()
-        raise
-
-
 class _Steps(TorchDataset[bytes | Exception]):
     """What `make` returns, as a data set whose index is a step's ids: so torch's DataLoader hands it to processes."""
 
@@ -142,28 +133,21 @@ class _Steps(TorchDataset[bytes | Exception]):
         self.make = make
 
     def __getitem__(self, step_ids: StepIds) -> bytes | Exception:
+        # What is raised in a worker would arrive with the worker's traceback for a message.
         try:
-            return _packed(self.make(step_ids))
+            step = self.make(step_ids)
         except (UserError, LeftEarly) as error:
-            return error  # raised in a worker, it would arrive with the worker's traceback for a message
+            return error
         except Exception as error:
             return refusal(error) or RaisedElsewhere(told(error))
-
-
-def _packed(step: object) -> bytes:
-    """A step as its process sends it, the tensors' contents in /dev/shm.
-
-    Otherwise a thread of the queue packs it, which tells nobody where it cannot. Raises UserError: (4) where something
-    is lacking, (2) for what cannot leave its process.
-    """
-    try:
-        return bytes(ForkingPickler.dumps(step))
-    except Exception as error:
-        reason = one_line(error)
-        raise refusal(error) or UserError(
-            f"your data set returns what a loader process cannot send ({type(error).__name__}: {reason}); let it "
-            "return tensors without a gradient's history, arrays and plain values, or use --workers 0"
-        ) from None
+        try:
+            # Otherwise a thread of the queue packs it, which tells nobody where it cannot.
+            return bytes(ForkingPickler.dumps(step))
+        except Exception as error:
+            return refusal(error) or UserError(
+                f"your data set returns what a loader process cannot send ({type(error).__name__}: {one_line(error)}); "
+                "let it return tensors without a gradient's history, arrays and plain values, or use --workers 0"
+            )
 
 
 def _begin_worker(_: int) -> None:
@@ -213,10 +197,6 @@ class OnDemand(Sequence[Batch]):
         return OnDemand(taken, self._make) if isinstance(place, slice) else self._make(taken)
 
 
-def _bytes_of(batch: Tree) -> int:
-    return sum(tensor.numel() * max(4, tensor.element_size()) for tensor in tensors_of(batch))
-
-
 def brought_ahead(
     items: Iterable[Item],
     gather: Callable[[Item], Sequence[Tree]],
@@ -243,7 +223,7 @@ def brought_ahead(
     def bring(asked: tuple[Item, torch.cuda.Event]) -> tuple[Sequence[Batch], torch.cuda.Event]:
         item, trained = asked
         host: list[Tree] = map_tensors(Tensor.pin_memory, list(gather(item)))
-        if _bytes_of(host) > LARGEST_STEP:
+        if sum(tensor.numel() * max(4, tensor.element_size()) for tensor in tensors_of(host)) > LARGEST_STEP:
             return OnDemand(host, moved), trained
         # The host may issue many steps before the device has done one. Without this wait, the inputs of all of them
         # would lie in the device's memory.

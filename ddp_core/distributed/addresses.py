@@ -67,7 +67,7 @@ def names_loopback(host: str, address: str) -> bool:
 
 
 def listen_at(
-    address: str | None, port: int, name: str = "port {port}", remedy: str = "choose another"
+    address: str | None, port: int, name: str = "port {port}", remedy: str = "choose another", listens: bool = True
 ) -> socket.socket:
     """A socket that listens at this address of this machine (None: at every address), on `port` (0: a free one).
 
@@ -77,9 +77,15 @@ def listen_at(
     Raises UserError (4) where the port cannot be had, and UserError (2) where this machine does not have the address.
     """
     try:
-        return _bind(address, port, listens=True)
+        return _bind(address, port, listens)
     except OSError as error:
-        raise _refusal(error, address, name.format(port=port), remedy) from None
+        if address is not None and error.errno == errno.EADDRNOTAVAIL:
+            known = ", ".join(f"{other} ({interface})" for interface, other in _interfaces())
+            raise UserError(
+                f"no network interface of this machine has the address {address}; there are: {known}"
+            ) from None
+        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({os.strerror(error.errno or 0)})"
+        raise UserError(f"{name.format(port=port)} {why}; {remedy}", ExitCode.RESOURCES) from None
 
 
 def require_port(address: str | None, port: int, name: str, remedy: str) -> None:
@@ -87,10 +93,7 @@ def require_port(address: str | None, port: int, name: str, remedy: str) -> None
 
     Nothing listens meanwhile: a rank that is already looking for the store would be connected and cut off.
     """
-    try:
-        _bind(address, port).close()
-    except OSError as error:
-        raise _refusal(error, address, name.format(port=port), remedy) from None
+    listen_at(address, port, name, remedy, listens=False).close()
 
 
 def store_on(listening: socket.socket, timeout: float) -> dist.TCPStore:
@@ -118,7 +121,8 @@ def give_up_silence(port: int, seconds: float = _SILENT_SECONDS) -> None:
     torch's store waits for an answer without a limit, also where its machine has no network or power any more. The
     kernel can tell, and does so for connections made before this call. On Linux; elsewhere this does nothing.
     """
-    for entry in _entries(Path("/proc/self/fd")):
+    opened = Path("/proc/self/fd")
+    for entry in list(opened.iterdir()) if opened.is_dir() else []:
         with contextlib.suppress(OSError):
             if not str(entry.readlink()).startswith("socket:"):
                 continue
@@ -128,13 +132,6 @@ def give_up_silence(port: int, seconds: float = _SILENT_SECONDS) -> None:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(seconds / 2)))
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(seconds / 4)))
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
 
 
 @contextlib.contextmanager
@@ -157,14 +154,13 @@ def gloo_towards(host: str | None, has_peers_elsewhere: bool) -> Iterator[None]:
             towards = address_towards(host)
             if not (has_peers_elsewhere and names_loopback(host, towards)):
                 chosen = next((name for name, address in interfaces if address == towards), None)
-    if chosen is None:
-        yield
-        return
-    os.environ[_INTERFACE] = chosen
+    if chosen is not None:
+        os.environ[_INTERFACE] = chosen
     try:
         yield
     finally:
-        os.environ.pop(_INTERFACE, None)
+        if chosen is not None:
+            os.environ.pop(_INTERFACE, None)
 
 
 def _interfaces() -> list[tuple[str, str]]:
@@ -192,12 +188,3 @@ def _bind(address: str | None, port: int, listens: bool = False) -> socket.socke
             bound.listen(_WAITING)
         on_error.pop_all()
     return bound
-
-
-def _refusal(error: OSError, address: str | None, port: str, remedy: str) -> UserError:
-    """What `listen_at` raises for an error of the system; `port` is what the user calls the port."""
-    if address is not None and error.errno == errno.EADDRNOTAVAIL:
-        known = ", ".join(f"{other} ({interface})" for interface, other in _interfaces())
-        return UserError(f"no network interface of this machine has the address {address}; there are: {known}")
-    why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({os.strerror(error.errno or 0)})"
-    return UserError(f"{port} {why}; {remedy}", ExitCode.RESOURCES)

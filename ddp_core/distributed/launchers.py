@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from ddp_core.base.errors import UserError
 
-_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OPEN_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _FIRST_PORT, _PORTS = 10_000, 20_000
 """Ports for SLURM's jobs: below those that systems give to outgoing connections."""
@@ -62,24 +62,19 @@ class Node:
 
 
 def ranks_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """The place of a process that a launcher started as a rank among others, in torchrun's variables; else empty.
-
-    Raises UserError where variables are missing or contradict each other.
-    """
+    """The place of a process that a launcher started as a rank among others, in torchrun's variables; else empty."""
     if _count(environ, "OMPI_COMM_WORLD_SIZE") > 1:
         return _under_mpi(environ, "Open MPI", [f"OMPI_COMM_WORLD_{name}" for name in _OPEN_MPI])
     if (tasks := _slurm_tasks(environ)) > 1:
-        return _slurm_rank(environ, tasks) if tasks > _slurm_nodes(environ) else {}
+        nodes = _number(environ, "SLURM_STEP_NUM_NODES", "SLURM")
+        return _slurm_rank(environ, tasks, nodes) if tasks > nodes else {}
     if _count(environ, "PMI_SIZE") > 1:
         return _under_mpi(environ, "MPI (PMI)", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
     return {}
 
 
 def nodes_place(environ: Mapping[str, str]) -> Node | None:
-    """The place of a process that a launcher started once on each of several nodes; None for any other process.
-
-    Raises UserError where variables are missing or contradict each other.
-    """
+    """The place of a process that a launcher started once on each of several nodes; None for any other process."""
     if ranks_place(environ):
         return None
     if (tasks := _slurm_tasks(environ)) > 1:
@@ -93,7 +88,7 @@ def nodes_place(environ: Mapping[str, str]) -> Node | None:
             cpus=_count(environ, "SLURM_CPUS_PER_TASK") or None,
         )
     if "PET_NNODES" in environ:
-        return _under_kubernetes(environ) if environ["PET_NNODES"] != "1" else None
+        return None if environ["PET_NNODES"] == "1" else _under_kubernetes(environ)
     if "JOB_COMPLETION_INDEX" in environ:
         index = _number(environ, "JOB_COMPLETION_INDEX", "a Kubernetes Indexed Job")
         return Node("a Kubernetes Indexed Job", index, None)
@@ -124,9 +119,7 @@ def _under_mpi(environ: Mapping[str, str], launcher: str, names: Sequence[str]) 
             "MASTER_PORT=29500 …`"
         )
     place = (rank, size, local_rank, nproc_per_node, rank // max(1, nproc_per_node))
-    return dict(zip(_PLACE, map(str, place), strict=True)) | {
-        name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")
-    }
+    return dict(zip(_PLACE, (*map(str, place), environ["MASTER_ADDR"], environ["MASTER_PORT"]), strict=True))
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> int:
@@ -134,13 +127,8 @@ def _slurm_tasks(environ: Mapping[str, str]) -> int:
     return _count(environ, "SLURM_STEP_NUM_TASKS") if "SLURM_STEP_ID" in environ else 0
 
 
-def _slurm_nodes(environ: Mapping[str, str]) -> int:
-    return _number(environ, "SLURM_STEP_NUM_NODES", "SLURM")
-
-
-def _slurm_rank(environ: Mapping[str, str], tasks: int) -> dict[str, str]:
+def _slurm_rank(environ: Mapping[str, str], tasks: int, nodes: int) -> dict[str, str]:
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    nodes = _slurm_nodes(environ)
     # SLURM writes "2(x3)" for two tasks on each of three nodes, and "2(x2),1" for unlike numbers of tasks.
     if per_node not in (f"{tasks // nodes}(x{nodes})", str(tasks)) or tasks % nodes:
         raise UserError(
@@ -150,12 +138,9 @@ def _slurm_rank(environ: Mapping[str, str], tasks: int) -> dict[str, str]:
     rank, local_rank, node_rank = (
         _number(environ, name, "SLURM") for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
     )
-    place = (rank, tasks, local_rank, tasks // nodes, node_rank)
-    return dict(zip(_PLACE, map(str, place), strict=True)) | {
-        "MASTER_ADDR": "127.0.0.1" if nodes == 1 else _first_host(environ),
-        "MASTER_PORT": str(_slurm_port(environ)),
-        "TORCHELASTIC_RUN_ID": _slurm_id(environ),
-    }
+    host = "127.0.0.1" if nodes == 1 else _first_host(environ)
+    place = (rank, tasks, local_rank, tasks // nodes, node_rank, host, _slurm_port(environ))
+    return {**dict(zip(_PLACE, map(str, place), strict=True)), "TORCHELASTIC_RUN_ID": _slurm_id(environ)}
 
 
 def _first_host(environ: Mapping[str, str]) -> str:

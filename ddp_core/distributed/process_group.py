@@ -311,8 +311,11 @@ def _meet(collectives: Collectives, timeout: float) -> dist.Store:
     try:
         _await(store, names, timeout, collectives)
     except dist.DistError:
+        absent = "some ranks"  # rank 0 has already ended, and so has its store
+        with contextlib.suppress(dist.DistError):
+            absent = f"rank {', '.join(str(rank) for rank, name in enumerate(names) if not store.check([name]))}"
         raise UserError(
-            f"{world.place}: {_absent(store, names)} of {world.world_size} did not come within {timeout:.0f} s: "
+            f"{world.place}: {absent} of {world.world_size} did not come within {timeout:.0f} s: "
             "start the missing processes, or unset RANK and WORLD_SIZE here where no launcher has set them",
             ExitCode.PEERS_LOST,
         ) from None
@@ -332,12 +335,3 @@ def _await(store: dist.Store, names: list[str], timeout: float, collectives: Col
         except dist.DistStoreError:
             if left <= ASKING_SECONDS or collectives.is_left_behind:
                 raise
-
-
-def _absent(store: dist.Store, names: list[str]) -> str:
-    """The ranks, in words, whose names the store does not have."""
-    try:
-        missing = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
-    except dist.DistError:
-        return "some ranks"  # rank 0 has already ended, and so has its store
-    return f"rank {', '.join(missing)}"

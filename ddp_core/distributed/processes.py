@@ -25,20 +25,15 @@ class Process(Protocol):
     """A child process, however it was started, with these parts of subprocess.Popen."""
 
     @property
-    def pid(self) -> int:
-        """The process number."""
+    def pid(self) -> int: ...
 
-    def poll(self) -> int | None:
-        """The exit code, None while it runs."""
+    def poll(self) -> int | None: ...
 
-    def wait(self) -> int:
-        """The exit code, once it has ended."""
+    def wait(self) -> int: ...
 
-    def send_signal(self, number: int, /) -> None:
-        """Send the signal, if the process still runs."""
+    def send_signal(self, number: int, /) -> None: ...
 
-    def kill(self) -> None:
-        """Send SIGKILL."""
+    def kill(self) -> None: ...
 
 
 def end_processes(processes: Iterable[Process], number: signal.Signals, patience: float) -> None:

@@ -96,11 +96,9 @@ def report_error(error: UserError) -> int:
 def read_reports(directory: Path) -> list[Report]:
     """The workers' reports, the most telling first: causes before their consequences, and then the earliest."""
     reports = [Report(**json.loads(file.read_text())) for file in directory.glob("*.json")]
-
-    def is_consequence(report: Report) -> bool:
-        return report.exit_code == ExitCode.PEERS_LOST or ASKED_ELSEWHERE in report.message
-
-    return sorted(reports, key=lambda report: (is_consequence(report), report.time))
+    reports.sort(key=lambda report: report.time)
+    # A sort leaves equal ones in their order.
+    return sorted(reports, key=lambda each: each.exit_code == ExitCode.PEERS_LOST or ASKED_ELSEWHERE in each.message)
 
 
 def clear_reports(directory: Path) -> None:

@@ -188,10 +188,7 @@ class World:
 
 
 def node_here(environ: Mapping[str, str] = os.environ) -> Node | None:
-    """The place of this process where a launcher has started it once on each of several nodes; else None.
-
-    Raises UserError where the launcher's variables are missing or contradict each other.
-    """
+    """The place of this process where a launcher has started it once on each of several nodes; else None."""
     return None if environ.keys() >= _TORCHRUNS else nodes_place(environ)
 
 

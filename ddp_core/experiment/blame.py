@@ -13,7 +13,7 @@ from torch.distributed import DistError
 from ddp_core.base.errors import ExitCode, UserError, internal
 from ddp_core.base.refusals import refusal
 from ddp_core.base.user_code import LeftEarly, RaisedElsewhere, told, users
-from ddp_core.distributed.nccl_errors import lack_of
+from ddp_core.observe.lost_peers import lack_of
 
 # Threads of ours call the user's code through concurrent.futures.
 _NOT_USERS = tuple(f"{Path(file).parent}/" for file in (Path(__file__).parent, torch.__file__, futures.__file__))
@@ -43,19 +43,16 @@ def unforeseen(error: BaseException) -> tuple[ExitCode, str]:
             "another layer in the model (nn.AvgPool2d of a fixed size for an adaptive one), or do without the same "
             "bits: --reduction plain --deterministic never"
         )
-    if users(error) or _is_refusal(error):
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = str(frames[-1].f_globals.get("__name__")) if frames else ""
+    # A reduction refuses the user's model by a ValueError or RuntimeError of its own.
+    is_refusal = isinstance(error, ValueError | RuntimeError) and module.startswith("ddp_core.reduction.")
+    if users(error) or is_refusal:
         from ddp_core.experiment.layers import layer_of
 
         layer = layer_of(error)
         return ExitCode.BAD_INPUT, told(error) + (f"; in {layer}" if layer else "")
     return ExitCode.INTERNAL, internal(error)
-
-
-def _is_refusal(error: BaseException) -> bool:
-    """Whether a reduction refuses the user's model: it does so by a ValueError or RuntimeError of its own."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    module = str(frames[-1].f_globals.get("__name__")) if frames else ""
-    return isinstance(error, ValueError | RuntimeError) and module.startswith("ddp_core.reduction.")
 
 
 def users_trace(error: BaseException) -> str:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -21,9 +22,10 @@ from ddp_core.base.errors import UserError, nearest_name
 from ddp_core.base.user_code import LeftEarly, no_way_out, user_code
 from ddp_core.config.experiment import Component, Optimizer, Schedule, called
 from ddp_core.data.builders import DATA
+from ddp_core.data.splits import Splits
 from ddp_core.experiment.file import SIGNATURES, LoadedExperiment, in_one_line, place_of
 from ddp_core.model.builders import MODELS
-from ddp_core.model.losses import LOSSES
+from ddp_core.model.losses import LOSSES, Loss
 from ddp_core.model.optimizers import build_optimizer, require_schedules, require_trains
 from ddp_core.observe.callback import Callback
 from ddp_core.observe.step import StepObserver, StepObservers
@@ -48,6 +50,25 @@ The `root` of a data set is the folder on this machine; the others exist only on
 """
 _REQUIRED = {"optimizer": "model", "schedule": "optimizer"}
 """The parameter that a function of this kind must have: what it builds would otherwise belong to nothing."""
+
+
+@dataclass(frozen=True)
+class BuiltExperiment:
+    """What training needs of an experiment: model, data, loss, optimizer, and what its file adds to them."""
+
+    model: nn.Module
+    loss: Loss
+    splits: Splits
+    optimizer: torch.optim.Optimizer
+    """Over the model's parameters, on the device."""
+    hits: Loss | None = None
+    """How accuracy is counted: by the file's own function, or by the one that belongs to the loss."""
+    schedule: LRScheduler | None = None
+    """Over the optimizer; None where a built-in rule sets the rate."""
+    metrics: Any = None
+    """The file's own: a function, an object like one, or several by name; once they were tried, an `OwnMetrics`."""
+    callbacks: Sequence[Callback] = ()
+    observers: Sequence[StepObserver] = ()
 
 
 def resolve(loaded: LoadedExperiment, kind: Kind, name: str) -> Callable[..., Any]:
@@ -142,18 +163,12 @@ def build(function: Callable[..., Any], options: Mapping[str, Any], injected: Ma
         raise UserError(str(error)) from error
     except Exception as error:
         code = getattr(function, "__code__", None)
-        place = place_of(error, None if code is None else code.co_filename)
-        hint = _in_data_folder(error, injected.get("root"))
+        place, hint, root = place_of(error, None if code is None else code.co_filename), "", injected.get("root")
+        missing_file = error.filename if isinstance(error, FileNotFoundError) else None
+        found = Path(missing_file).resolve() if isinstance(missing_file, str | Path) else None
+        if root is not None and found is not None and found.is_relative_to(root.resolve()):
+            hint = f"; the data folder is {root}: put the file there, or name another folder with --data-dir DIR"
         raise UserError(f"{place}: {name} raised {in_one_line(error)}{hint}") from error
-
-
-def _in_data_folder(error: BaseException, root: Path | None) -> str:
-    """What to do where a builder does not find a file in the data folder `root`; empty for any other exception."""
-    if root is None or not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str | Path):
-        return ""
-    if not Path(error.filename).resolve().is_relative_to(root.resolve()):
-        return ""
-    return f"; the data folder is {root}: put the file there, or name another folder with --data-dir DIR"
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -172,16 +187,14 @@ def optimizer_of(loaded: LoadedExperiment, model: nn.Module) -> torch.optim.Opti
     function = resolve(loaded, "optimizer", settings.name)
     optimizer = build(function, settings.options, {"model": model})
     schedule = loaded.experiment.schedule
-    is_rate_set = not isinstance(schedule, Schedule) or schedule.changes_rate
+    # A constant rate is the one that the optimizer was made with.
+    is_rate_set = not isinstance(schedule, Schedule) or schedule.name != "constant" or schedule.warmup_steps > 0
     require_trains(optimizer, model, called("optimizer", settings.name), is_rate_set)
     return optimizer  # type: ignore[no-any-return]
 
 
 def schedule_of(loaded: LoadedExperiment, optimizer: torch.optim.Optimizer, samples: int) -> LRScheduler | None:
-    """The experiment's own schedule for training on so many samples; None where a built-in rule sets the rate.
-
-    Raises UserError.
-    """
+    """The experiment's own schedule for training on so many samples; None where a built-in rule sets the rate."""
     experiment, settings = loaded.experiment, loaded.experiment.schedule
     if isinstance(settings, Schedule):
         return None
@@ -197,10 +210,7 @@ def schedule_of(loaded: LoadedExperiment, optimizer: torch.optim.Optimizer, samp
 
 
 def callbacks_of(loaded: LoadedExperiment) -> tuple[list[Callback], list[StepObserver]]:
-    """The callbacks and the step observers in the file's `callbacks`, a list or a function that returns one.
-
-    Raises UserError for anything else.
-    """
+    """The callbacks and the step observers in the file's `callbacks`, a list or a function that returns one."""
     own = loaded.namespace.get("callbacks")
     if own is None or isinstance(own, ModuleType):
         return [], []
@@ -209,17 +219,16 @@ def callbacks_of(loaded: LoadedExperiment) -> tuple[list[Callback], list[StepObs
         kind = f"returned a {type(found).__name__}" if callable(own) else f"is a {type(found).__name__}"
         raise UserError(f"callbacks in {loaded.path} {kind}; it is a list, or a function that returns one")
     for number, each in enumerate(found):
+        which = f"callbacks[{number}] in {loaded.path}"
         if isinstance(each, type):
-            raise UserError(
-                f"callbacks[{number}] in {loaded.path} is the class {each.__name__}; write {each.__name__}()"
-            )
+            raise UserError(f"{which} is the class {each.__name__}; write {each.__name__}()")
         if not isinstance(each, Callback | StepObserver):
             raise UserError(
-                f"callbacks[{number}] in {loaded.path} is a {type(each).__name__}; derive it from "
+                f"{which} is a {type(each).__name__}; derive it from "
                 "ddp_core.observe.callback.Callback or ddp_core.observe.step.StepObserver"
             )
         if isinstance(each, Callback) and each.ranks not in ("first", "all"):
-            raise UserError(f"callbacks[{number}] in {loaded.path} has ranks={each.ranks!r}; it is 'first' or 'all'")
+            raise UserError(f"{which} has ranks={each.ranks!r}; it is 'first' or 'all'")
     callbacks = [each for each in found if isinstance(each, Callback)]
     observers = [each for each in found if isinstance(each, StepObserver)]
     return callbacks, [StepObservers(observers, user_code("your step observer"))] if observers else []

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_core.base.beneath import read_file
@@ -34,8 +34,6 @@ INSTALLED = _BESIDE / ("experiments" if (_BESIDE / "pyproject.toml").is_file() e
 
 NONE = f"no folder `experiments` is here, and {needs('any other name', 'lab', 'samebits-lab')}"
 """What is said where no experiment can be found by a name."""
-
-"""The beginning of the names of the modules that experiment files are run as."""
 
 SEARCH = (Path("experiments"), INSTALLED)
 """Where a bare name is looked up: the folder `experiments` here, then the installed one."""
@@ -112,28 +110,24 @@ def find_experiment(name_or_path: str, search: Sequence[Path] = SEARCH) -> Path:
 def list_experiments(search: Sequence[Path] = SEARCH) -> list[Listed]:
     """Every experiment in the search folders, by name; reads the files without running them.
 
-    Of two experiments with the same name, the one found first counts. A file that is not valid Python is listed with
-    the reason in place of its question.
+    A file that is not valid Python is listed with the reason in place of its question.
     """
     found: dict[str, Listed] = {}
     for folder in search:
         for path in sorted(folder.glob("*.py")):
-            question = None if path.stem in found else _question_of(path)
-            if question is not None:
-                found[path.stem] = Listed(path.stem, question, path)
+            if path.stem in found:
+                continue
+            try:
+                tree = ast.parse(read_file(path))
+            except (OSError, SyntaxError, ValueError) as error:
+                line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
+                question = f"(cannot be read: {type(error).__name__}{line})"
+            else:
+                if not any("experiment" in _assigned(statement) for statement in tree.body):
+                    continue
+                question = _first_line(ast.get_docstring(tree))
+            found[path.stem] = Listed(path.stem, question, path)
     return sorted(found.values())
-
-
-def _question_of(path: Path) -> str | None:
-    """The docstring's first line, a note for a broken file, or None for a file that is no experiment."""
-    try:
-        tree = ast.parse(read_file(path))
-    except (OSError, SyntaxError, ValueError) as error:
-        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        return f"(cannot be read: {type(error).__name__}{line})"
-    if not any("experiment" in _assigned(statement) for statement in tree.body):
-        return None
-    return _first_line(ast.get_docstring(tree))
 
 
 def _first_line(docstring: str | None) -> str:
@@ -141,12 +135,9 @@ def _first_line(docstring: str | None) -> str:
 
 
 def load_experiment(name_or_path: str, search: Sequence[Path] = SEARCH) -> LoadedExperiment:
-    """The experiment of that name, or in that file (a path that ends in .py).
+    """The experiment of that name, or in that file (a path that ends in .py). Raises UserError.
 
     A `loss`, `optimizer` or `schedule` that the file defines is used where the experiment does not name another.
-
-    Raises UserError for an unknown name (with the nearest known name), a missing file, a file that raises (with the
-    line), or a file without an `experiment`.
     """
     path = find_experiment(name_or_path, search)
     try:
@@ -159,13 +150,10 @@ def load_experiment(name_or_path: str, search: Sequence[Path] = SEARCH) -> Loade
     namespace = module.__dict__
     experiment = namespace.get("experiment")
     if not isinstance(experiment, Experiment):
-        what = (
-            "defines no `experiment`"
-            if experiment is None
-            else f"has an `experiment` that is a {type(experiment).__name__}"
-        )
+        another = f"has an `experiment` that is a {type(experiment).__name__}"
         raise UserError(
-            f"experiment file {path} {what}; add `experiment = Experiment(name=..., model=..., data=..., ...)`"
+            f"experiment file {path} {'defines no `experiment`' if experiment is None else another}; "
+            "add `experiment = Experiment(name=..., model=..., data=..., ...)`"
         )
     _require_known_names(path, source, namespace, experiment)
     own = {
@@ -192,23 +180,20 @@ def run_file(path: Path, source: str) -> ModuleType:
     watch_draws()
     try:
         # Some editors begin a file with a byte order mark.
-        _execute(compile(source.removeprefix("\ufeff"), str(full), "exec"), module)
+        code = compile(source.removeprefix("\ufeff"), str(full), "exec")
+        try:
+            exec(code, module.__dict__)
+        except RuntimeError as error:
+            from ddp_core.base.torchvision_import import import_torchvision, lacks_operators
+
+            if not lacks_operators(error):
+                raise
+            import_torchvision()
+            exec(code, module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
         raise UserError(f"{place_of(error, str(full))}: {in_one_line(error)}") from error
     return module
-
-
-def _execute(code: CodeType, module: ModuleType) -> None:
-    try:
-        exec(code, module.__dict__)
-    except RuntimeError as error:
-        from ddp_core.base.torchvision_import import import_torchvision, lacks_operators
-
-        if not lacks_operators(error):
-            raise
-        import_torchvision()
-        exec(code, module.__dict__)
 
 
 def place_of(error: BaseException, file: str | None) -> str:

@@ -79,7 +79,9 @@ def own_memory(model: nn.Module) -> None:
     owned: dict[int, Tensor] = {}
     for path, layer in model.named_modules():
         for name, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
-            if is_lazy(tensor) or tensor.layout is not torch.strided or not _is_expanded(tensor):
+            if is_lazy(tensor) or tensor.layout is not torch.strided:
+                continue
+            if not any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
                 continue
             if isinstance(tensor, nn.Parameter) or tensor.untyped_storage().data_ptr() in memory:
                 raise UserError(
@@ -87,10 +89,6 @@ def own_memory(model: nn.Module) -> None:
                     "`expand` makes it, and could not be trained so: clone() it, or expand it in forward"
                 )
             setattr(layer, name, owned.setdefault(id(tensor), tensor.clone(memory_format=torch.contiguous_format)))
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def fill_tables(model: nn.Module, experiment: Experiment, splits: Splits) -> None:
@@ -127,17 +125,16 @@ def fill_tables(model: nn.Module, experiment: Experiment, splits: Splits) -> Non
 
 def lines_about(model: nn.Module) -> list[str]:
     """A line for each parameter and buffer: its name, shape, type, and whether it is trained."""
-    return [_line_about(name, tensor) for name, tensor in _tensors_of(model)]
+    lines = []
+    for name, tensor in _tensors_of(model):
+        left_alone = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", not trained"
+        lines.append(f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{left_alone}")
+    return lines
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter, then every buffer, by name."""
     return chain(model.named_parameters(), model.named_buffers())
-
-
-def _line_about(name: str, tensor: Tensor) -> str:
-    left_alone = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", not trained"
-    return f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{left_alone}"
 
 
 def _inputs(experiment: Experiment, splits: Splits, first: int, count: int) -> Tree:

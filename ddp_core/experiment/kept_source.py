@@ -10,7 +10,7 @@ import difflib
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
@@ -111,18 +111,14 @@ class _TextLoader(SourceFileLoader):
 
 def changed_files(before: Mapping[str, bytes], now: Mapping[str, bytes]) -> list[str]:
     """The places whose code differs between two sets of files; other comments and line breaks do not count."""
-    return [place for place in sorted({*before, *now}) if not _is_same_code(before.get(place), now.get(place))]
+    changed = [place for place in sorted({*before, *now}) if before.get(place) != now.get(place)]
+    return [place for place in changed if not (place in before and place in now and _same(before[place], now[place]))]
 
 
-def _is_same_code(one: bytes | None, other: bytes | None) -> bool:
-    if one == other:
-        return True
-    if one is None or other is None:
-        return False
-    try:
+def _same(one: bytes, other: bytes) -> bool:
+    with suppress(SyntaxError, ValueError):
         return ast.dump(ast.parse(one)) == ast.dump(ast.parse(other))
-    except (SyntaxError, ValueError):
-        return False
+    return False
 
 
 def diff(before: Source, now: Source) -> str:

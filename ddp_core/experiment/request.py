@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,13 +24,13 @@ from ddp_core.config.options import Asked, Options
 from ddp_core.data.splits import Dataset, Splits, as_splits, weights_of
 from ddp_core.distributed.world import missing_nodes
 from ddp_core.experiment.building import (
+    BuiltExperiment,
     build,
     callbacks_of,
     optimizer_of,
     resolve,
     schedule_of,
 )
-from ddp_core.experiment.built import BuiltExperiment
 from ddp_core.experiment.file import LoadedExperiment, Served, in_one_line, place_of, run_file
 from ddp_core.experiment.fresh_model import fill_tables, make_real, own_memory
 from ddp_core.model.builders import lay_out
@@ -121,10 +122,7 @@ class Request:
         served = None if told["served"] is None else Served(*told["served"])
         asked = Asked(**told["asked"])
         if asked.clock_ahead:
-            # Only a rehearsal asks for it.
-            from ddp_core.base.later import put_clock_ahead
-
-            put_clock_ahead()
+            _put_clock_ahead()
         if served is not None:
             from ddp_core.experiment.kept_source import serve_modules
 
@@ -157,6 +155,16 @@ class Request:
         """The request for so many ranks, which go on after others were lost."""
         counts = {"nnodes": nnodes, "nproc_per_node": nproc_per_node}
         return replace(self, layout=self.layout.model_copy(update=counts))
+
+
+def _put_clock_ahead() -> None:
+    """Let `time.time` and `time.time_ns` of this process be ahead, from here on: one of two trainings asks for it.
+
+    By a day and a bit, so that a seed made of whole seconds, minutes or days is another one, too.
+    """
+    ahead, now, now_ns = 86_461.25, time.time, time.time_ns
+    time.time = lambda: now() + ahead
+    time.time_ns = lambda: now_ns() + round(ahead * 1e9)
 
 
 def build_parts(
@@ -214,20 +222,6 @@ def build_model(loaded: LoadedExperiment, device: torch.device | str, splits: Sp
     Raises UserError.
     """
     experiment = loaded.experiment
-    model = _new_model(loaded)
-    if splits is not None:
-        make_real(model, experiment, splits)
-    own_memory(model)
-    with user_code("your model"):
-        model = lay_out(model.to(device), experiment.memory_format)
-    if splits is not None:
-        fill_tables(model, experiment, splits)
-    return model
-
-
-def _new_model(loaded: LoadedExperiment) -> nn.Module:
-    """What the experiment's builder makes. Raises UserError where that is no model, or nothing to train."""
-    experiment = loaded.experiment
     torch.manual_seed(experiment.seed)
     seed_draws(mix(experiment.seed, 8))
     model = build(resolve(loaded, "model", experiment.model.name), experiment.model.options, {})
@@ -238,6 +232,13 @@ def _new_model(loaded: LoadedExperiment) -> nn.Module:
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"model {experiment.model.name} has no parameter that requires a gradient: nothing to train")
+    if splits is not None:
+        make_real(model, experiment, splits)
+    own_memory(model)
+    with user_code("your model"):
+        model = lay_out(model.to(device), experiment.memory_format)
+    if splits is not None:
+        fill_tables(model, experiment, splits)
     return model
 
 

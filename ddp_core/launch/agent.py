@@ -1,10 +1,10 @@
-"""torchrun's agent with our rules: it finds out what happened to the workers, and does what `decision` decides."""
+"""torchrun's agent with our rules: what it does when workers have failed, and how it finds out what happened."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -20,20 +20,16 @@ from ddp_core.base.errors import ExitCode
 from ddp_core.base.torch_internals import workers_of
 from ddp_core.distributed.processes import DiskWaits, Process, await_processes, end_processes, is_stopped
 from ddp_core.distributed.reports import Report, clear_reports, read_reports, tell_user
-from ddp_core.launch.decision import (
-    FINISHING_SECONDS,
-    MAKING_ROOM,
-    Decision,
-    Next,
-    after_failure,
-    after_making_room,
-    losses,
-    may_make_room,
-    patience,
-)
 from ddp_core.launch.meeting import require_same_request
 from ddp_core.launch.nursery import Nursery, started_by
 
+FINISHING_SECONDS = 25
+"""How long workers that were asked to stop may take to finish their step and save it."""
+_LEAVING_SECONDS = 8
+"""How long workers may take to end after a loss: they have nothing to finish."""
+MAKING_ROOM = "another node has come; the workers save and start again with it"
+FINAL = frozenset(ExitCode) - {ExitCode.DONE, ExitCode.PEERS_LOST}
+"""The exit codes of workers to which a new start would only bring the same end."""
 _REPORT_SECONDS = 1.0
 _DISK_SECONDS = 15.0
 """After so long a wait for a disk, or for a file server, the user is told."""
@@ -104,13 +100,8 @@ class Agent(LocalElasticAgent):
         explained = self._end_after_failure(worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            decision = self._decide(worker_group, result, explained)
-            tell_user(*decision.words)
-            # torch starts the workers again where restarts are left, and takes one away.
-            if decision.next is Next.MAKE_ROOM:
-                self._remaining_restarts += 1
-            elif decision.next is Next.END:
-                self._remaining_restarts = 0
+            self._remaining_restarts, words = self._decide(worker_group, result, explained)
+            tell_user(*words)
         return result
 
     def _starting(self) -> AbstractContextManager[None]:
@@ -156,7 +147,7 @@ class Agent(LocalElasticAgent):
                 f"{_DISK_SECONDS:.0f} s; the run goes on when that answers, and cannot be ended before"
             )
 
-    def _decide(self, worker_group: WorkerGroup, result: RunResult, explained: bool) -> Decision:
+    def _decide(self, worker_group: WorkerGroup, result: RunResult, explained: bool) -> tuple[int, list[str]]:
         reports = read_reports(self._reports)
         codes = {failure.exitcode for failure in result.failures.values()} | {report.exit_code for report in reports}
         reason = reports[0].message if reports and not explained else None
@@ -177,7 +168,7 @@ class Agent(LocalElasticAgent):
             tell_user(MAKING_ROOM)
             self._stop_workers(worker_group)
             reports = read_reports(self._reports)
-            if reports and after_making_room(reports[0].exit_code) is Next.END:
+            if reports and would_repeat(reports[0].exit_code):
                 raise WouldRepeat(reports[0])
         super()._restart_workers(worker_group)
 
@@ -219,3 +210,48 @@ class Agent(LocalElasticAgent):
 def _failed(workers: Mapping[int, Process]) -> dict[int, int]:
     """The exit codes, by rank, of the workers that have ended with another one than 0."""
     return {rank: code for rank, process in workers.items() if (code := process.poll())}
+
+
+def losses(codes: Mapping[int, int], stopped: Collection[int], node: str) -> list[str]:
+    """A line about each worker that can write no report itself: one that a signal has killed or stopped (SIGSTOP)."""
+    lost = {rank: f"was killed ({signal.Signals(-code).name})" for rank, code in codes.items() if code < 0}
+    lost |= dict.fromkeys(stopped, "is stopped; it is killed now")
+    return [f"rank {rank} ({node}) {what}" for rank, what in sorted(lost.items())]
+
+
+def patience(codes: Collection[int]) -> int:
+    """Seconds that the other workers get to leave, by the exit codes of those that have failed."""
+    return FINISHING_SECONDS if FINAL.intersection(codes) else _LEAVING_SECONDS
+
+
+def may_make_room(codes: Collection[int], world_is_local: bool) -> bool:
+    """Whether workers that saved and left may have been asked to by another node's launcher, to take in a new node."""
+    return ExitCode.STOPPED in codes and not world_is_local
+
+
+def after_failure(codes: Collection[int], reason: str | None, room: bool, restarts_left: int) -> tuple[int, list[str]]:
+    """When workers have failed and the others were ended: the restarts that torch's agent has, and lines for the user.
+
+    torch's agent starts the workers again where restarts are left, and takes one away. `codes`: exit codes, also those
+    in the reports: a worker that has reported why it leaves may be killed before it has left. `reason`: the message of
+    the most telling report, None where the user has been told already. `room`: workers may have left to take in a node
+    (`may_make_room`), and a node does wait.
+    """
+    if room:
+        # The workers have saved, to start again with the node that waits, which is not counted.
+        return restarts_left + 1, [MAKING_ROOM]
+    if restarts_left == 0 or FINAL.intersection(codes):
+        return 0, []
+    said = [] if reason is None else [reason.removesuffix("; continue with --resume auto")]
+    left = restarts_left - 1
+    said.append(f"starting the workers again from the last checkpoint ({left} more restarts allowed)")
+    return restarts_left, said
+
+
+def would_repeat(code: int) -> bool:
+    """Whether what ended a healthy worker, while a node waits, would only come to the same end with that node.
+
+    A worker may have failed meanwhile: the waiting node may be a peer that lost a worker of ours, and noticed before
+    this launcher did. `code`: that in the most telling report.
+    """
+    return code in FINAL - {ExitCode.STOPPED}

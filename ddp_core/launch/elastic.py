@@ -26,8 +26,7 @@ from ddp_core.base.torch_internals import HANDLED_SIGNALS, SEPARATE_STORES
 from ddp_core.distributed.reports import read_reports, tell_user, write_launcher
 from ddp_core.distributed.stop import asking_signals, describe_signal, stopped_untrained
 from ddp_core.experiment.request import Request
-from ddp_core.launch.agent import Agent, WouldRepeat
-from ddp_core.launch.decision import FINISHING_SECONDS
+from ddp_core.launch.agent import FINISHING_SECONDS, Agent, WouldRepeat
 from ddp_core.launch.meeting import own_address
 from ddp_core.launch.nodes import EndedElsewhere, Meeting, RendezvousLost
 from ddp_core.launch.nursery import Nursery
@@ -42,12 +41,7 @@ def run_node(
     nursery: Nursery | None,
     supervision: Supervision,
 ) -> int:
-    """Join the other nodes and run `python WORDS` as the workers of this node, restarted as needed.
-
-    The nursery starts them; without one each is a fresh interpreter. Returns the exit code.
-
-    Raises UserError where the rendezvous cannot be reached or is not completed.
-    """
+    """Join the other nodes and run `python WORDS` as this node's workers, restarted as needed; returns the code."""
     os.environ[SEPARATE_STORES] = "1"
     # The agent's loggers have levels of their own, so their lines are dropped here. This launcher prints what the user
     # must know.
@@ -150,8 +144,8 @@ def _code_of(result: RunResult, directory: Path) -> int:
 def _code_after(number: signal.Signals, died_of: Collection[int], directory: Path) -> int:
     """The exit code after a signal to the launcher, or to a worker that had not begun: 75 where the workers have saved.
 
-    `died_of`: the signals that killed workers. Raises UserError (75) where the workers had not begun: the signal, which
-    they handle while they train, has killed them, or they were not there yet.
+    Raises UserError (75) where the workers had not begun: the signal, which they handle while they train, has killed
+    them, or they were not there yet.
     """
     reports = read_reports(directory)
     # Where the signal has killed a worker that had not begun, another worker may report that loss; it explains nothing.

@@ -79,11 +79,7 @@ def _launch_elastic(request: Request, meeting: Meeting, file: str, entry: Entry,
 
 
 def _run_until_met(request: Request, meeting: Meeting, run_node: Callable[[], int]) -> int:
-    """Run this node again, a few times, when it has lost what its agent cannot do without: the rendezvous.
-
-    The agent itself starts lost workers again. Waits longer each time, about half a minute in all. Raises UserError
-    when the rendezvous does not come back.
-    """
+    """Run this node again when it has lost the rendezvous, without which no agent goes on; for half a minute in all."""
     pauses = [1.0, 2.0, 4.0, 8.0, 16.0] if meeting.endpoint is not None and request.options.max_restarts else []
     for pause in pauses:
         try:
@@ -152,3 +148,41 @@ def _run_of(request: Request, meeting: Meeting) -> RunDirectory | None:
         # A launch that was refused has not begun to work on the run that it was to continue.
         return directory if directory.read()["launch_id"] == meeting.launch_id else None
     return find_launch(Path(request.options.output), request.loaded.experiment, meeting.launch_id)
+
+
+def with_recovery(request: Request, most_nodes: int) -> Request:
+    """The request with the recovery that it can have, `live` or `restart`, on up to `most_nodes` nodes.
+
+    `auto` becomes a restart wherever the workers cannot go on without a lost one, where nobody would be left, and where
+    going on is not known to be wanted: with callbacks, which may be told of a step once more, and on GPUs, where it has
+    not run over NCCL. A live one becomes a restart, and the user is told, with shards. Raises UserError (2) where it
+    cannot be had for another reason.
+    """
+    layout, options, recovery = request.layout, request.options, "restart"
+    if options.recovery == "restart":
+        return request
+    obstacles = {
+        "only with the exact reduction do fewer processes compute the same bits": options.reduction != "exact",
+        "--shares is for ranks that stay the same": bool(layout.dealt),
+    }
+    found = next((words for words, is_so in obstacles.items() if is_so), None)
+    if options.recovery == "auto":
+        is_meant = (
+            layout.device == "cpu"
+            and most_nodes * layout.nproc_per_node > 1
+            and options.max_restarts > 0
+            and request.evaluated is None
+            and not request.loaded.namespace.get("callbacks")
+        )
+        if is_meant and found is None and layout.shard == "none":
+            recovery = "live"
+    elif found is not None:
+        raise UserError(f"--recovery live cannot be had here: {found}; use --recovery restart")
+    elif layout.shard == "none":
+        return request
+    else:
+        tell_user(
+            f"--recovery live: with --shard {layout.shard} each part is on one rank alone, and is lost with it; where "
+            "a rank is lost, all start again from the newest checkpoint, as with --recovery restart"
+        )
+    return replace(request, options=options.model_copy(update={"recovery": recovery}))

@@ -51,8 +51,6 @@ def own_address(meeting: Meeting) -> str:
 
     The host of the rendezvous may know its own name as a loopback address, as Debian does: it takes the address that it
     would use towards another network, if there is any.
-
-    Raises UserError (2) where the endpoint is not HOST:PORT, and RendezvousLost where its name is not known.
     """
     if meeting.endpoint is None:
         return _LOOPBACK
@@ -85,11 +83,7 @@ class _Rendezvous(DynamicRendezvousHandler):
 
 
 def join(meeting: Meeting, address: str, join_seconds: int) -> RendezvousHandler:
-    """Reach the place where the nodes of this launch meet, by torch's rendezvous.
-
-    `address`: this node's own. `join_seconds`: how long to wait for the least number of nodes, and for the host. Raises
-    what `reach` does.
-    """
+    """Reach the place where the nodes of this launch meet, by torch's rendezvous; wait so long for the least number."""
     assert meeting.launch_id is not None
     store = reach(meeting)
     try:
@@ -161,8 +155,7 @@ def require_same_request(nodes: WorkerGroup, facts: Mapping[str, str], compared:
     """Raises UserError on every node where a fact differs between the nodes that have met. Waits for all of them.
 
     `nodes`: how torch's agent notes a round of the rendezvous; its store is the same for all nodes of the round.
-    `facts`: those of this node (`facts_of_nodes`). `compared`: the nodes with which this one is compared, where these
-    are not all of the round.
+    `compared`: the nodes with which this one is compared, where these are not all of the round.
     """
     # torch declares these as None, which they are until the nodes have met.
     store, node_rank, count = cast("tuple[Store, int, int]", (nodes.store, nodes.group_rank, nodes.group_world_size))
@@ -185,8 +178,6 @@ def leaves_when_cut_off(endpoint: str | None, patience: float, end_workers: Call
 
     torch's store has no time limit for an answer that never comes. It notices at once a connection that is closed, but
     on a node that is cut off from the network the agent would wait for ever, and its workers with it.
-
-    `end_workers` is called before, from another thread.
     """
     if endpoint is None:
         yield

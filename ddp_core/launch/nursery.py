@@ -44,7 +44,6 @@ _NEEDED = (
     "ddp_core.run.run",
     "ddp_core.trainers.distributed",
     # What a worker that replaces a lost one has to do with the run so far.
-    "ddp_core.run.resuming",
     "ddp_core.record.changes",
 )
 _POLL_SECONDS = 0.01
@@ -53,10 +52,7 @@ _FORK = multiprocessing.get_context("fork")
 
 
 class Nursery:
-    """Starts `entry(words)` in processes of their own. Use as a context manager; all of them end with it.
-
-    `start` raises OSError once the nursery is gone; the processes that it had started are gone with it.
-    """
+    """Starts `entry(words)` in processes of their own. Use as a context manager; all of them end with it."""
 
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
@@ -86,7 +82,7 @@ class Nursery:
         self._process.join()
 
     def start(self, words: Sequence[str], environment: Mapping[str, str]) -> ForkedWorker:
-        """A process that runs `entry(words)` and ends with the code that this returns."""
+        """A process that runs `entry(words)` and ends with the code that this returns. Raises OSError."""
         request = next(self._requests)
         try:
             self._channel.send((request, list(words), dict(environment)))
@@ -217,10 +213,7 @@ def _begin(name: str) -> None:
 def started_by(
     nursery: Nursery | None, more: Callable[[Mapping[str, str]], Mapping[str, str]] = lambda _: {}
 ) -> contextlib.AbstractContextManager[None]:
-    """While in the block, the nursery starts the workers of torch's agent, if there is a nursery.
-
-    `more` gives further variables for a worker with this environment.
-    """
+    """While in the block, the nursery, if any, starts torch's workers; `more` gives further variables for each."""
 
     def start(usual: Callable[..., Any], *, args: tuple[str, ...], env: dict[str, str], **others: Any) -> Any:
         _, _, *words = args  # -m PACKAGE

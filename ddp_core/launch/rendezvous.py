@@ -22,9 +22,7 @@ _PING = struct.pack("=BI", 13, 0x5A17)
 def serve(port: int, bind: str | None = None) -> int:
     """Serve the store until SIGTERM or SIGINT, at one address of this machine or, where none is given, at every one.
 
-    `bind`: the address, or a name of it. Whoever reaches the port can write to the store, and agents unpickle what they
-    find there: private networks only. Raises UserError (2) where this machine does not have the address, and (4) where
-    the store cannot be served.
+    Whoever reaches the port can write to the store, and agents unpickle what they find there: private networks only.
     """
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

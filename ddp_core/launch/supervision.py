@@ -19,16 +19,14 @@ _ENDING_SECONDS = 2.0
 
 
 class Supervision:
-    """Where a worker or a node is lost, all start again; a live recovery (`ddp_core.live`) does more than this.
-
-    `patience`: seconds after which a silent process counts as lost.
-    """
+    """Where a worker or a node is lost, all start again; a live recovery (`ddp_core.live`) does more than this."""
 
     looking = 0.1
     """Seconds between two looks at the workers."""
 
     def __init__(self, patience: float) -> None:
         self.patience = patience
+        """Seconds after which a silent process counts as lost."""
 
     def handler(
         self, meeting: Meeting, address: str, facts: Mapping[str, str], nproc_per_node: int, join_seconds: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import FrameType
@@ -17,11 +17,9 @@ from ddp_core.base.errors import ExitCode
 from ddp_core.base.torch_internals import start_again, workers_of
 from ddp_core.distributed.processes import end_processes, is_stopped
 from ddp_core.distributed.reports import tell_user
-from ddp_core.launch.agent import Agent
-from ddp_core.launch.decision import FINISHING_SECONDS
+from ddp_core.launch.agent import FINAL, FINISHING_SECONDS, Agent
 from ddp_core.launch.nodes import HandedOver
 from ddp_core.launch.nursery import started_by
-from ddp_core.live.decision import STARTING_ALL_AGAIN, STORE_IS_BACK, WITHOUT_STORE, going_on, may_go_on
 from ddp_core.live.meeting import LiveRendezvous
 from ddp_core.live.member import stop_file
 from ddp_core.live.members import Notes
@@ -29,6 +27,12 @@ from ddp_core.live.workers import LiveWorkers
 
 _LAST_SECONDS = 300.0
 """So long a launcher whose workers are done waits for those of other nodes, as torch's does."""
+STARTING_ALL_AGAIN = "no group of ranks can go on; the workers of all nodes start again from the newest checkpoint"
+WITHOUT_STORE = (
+    "the rendezvous does not answer; the ranks train on without it. Until it is back nobody can join, and after a loss "
+    "all go back to the newest checkpoint"
+)
+STORE_IS_BACK = "the rendezvous is back: others can join, and a lost rank lets the others go on"
 
 
 class LiveAgent(Agent):
@@ -216,3 +220,29 @@ class LiveAgent(Agent):
         else:
             # Seen at the next look at the workers; asked twice, this node leaves once.
             self._leaves_on = signal.Signals(number)
+
+
+def may_go_on(codes: Collection[int], asking: Collection[int], restarts_left: int, outside: int = 0) -> bool:
+    """Whether the other workers of a live recovery may go on without those that have ended, as far as these tell.
+
+    `codes`: the exit codes of all workers that have ended, 0 among them. `asking`: the signals that ask to stop; a
+    worker that has not begun dies of one. `outside`: how many have ended that the others had taken for lost before.
+    Each new worker counts as a new start.
+    """
+    final = {*FINAL, ExitCode.DONE, ExitCode.PEERS_LOST, *(-number for number in asking)}
+    return 0 < len(codes) + outside <= restarts_left and not final.intersection(codes)
+
+
+def going_on(codes: Mapping[int, int], ranks: Mapping[int, int | None], node: str, restarts_left: int) -> list[str]:
+    """The lines about workers without which the others go on.
+
+    `codes`: exit codes by local rank, minus the signal's number for a killed worker. `ranks`: by local rank, None for a
+    worker that had not joined the others yet.
+    """
+    words = []
+    for local_rank, code in sorted(codes.items()):
+        rank = ranks[local_rank]
+        who = f"rank {rank} ({node})" if rank is not None else f"a new worker ({node})"
+        what = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+        words.append(f"{who} {what}; the others go on, and a new worker joins them ({restarts_left} more allowed)")
+    return words

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.parting import let_go
+from ddp_core.base.process import let_go
 from ddp_core.distributed.process_group import ASKING_SECONDS, Collectives
 from ddp_core.distributed.world import World
 from ddp_core.live.member import Member

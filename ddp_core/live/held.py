@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from ddp_core.checkpoint.state import in_host_memory
 from ddp_core.live.membership import Progress
 from ddp_core.trainers.assemble import Trainer
 from ddp_core.trainers.callback_calls import CallbackProgress, newest_told
-
-
-class Offer(NamedTuple):
-    """What may differ between ranks that hold the same step, since rank 0 alone has done what follows an update."""
-
-    at: Progress
-    position: dict[str, Any]
-    told: CallbackProgress | None
-    is_broken: bool
-    """Whether the guard has found something; a rank that lost a peer at that moment may not have heard of it."""
-    noted_after: int
 
 
 @dataclass(frozen=True)
@@ -41,7 +30,7 @@ class HeldState:
     noted_after: int
     """See `Witnessed`."""
     is_broken: bool
-    """Whether the guard has found something."""
+    """Whether the guard has found something; a rank that lost a peer at that moment may not have heard of it."""
     guard: dict[str, Any]
     """The figures of the guard so far."""
     told: CallbackProgress | None = None
@@ -63,14 +52,17 @@ class HeldState:
         )
 
     @property
-    def offer(self) -> Offer:
-        """What the other ranks must know of it."""
-        return Offer(self.at, self.state["position"], self.told, self.is_broken, self.noted_after)
+    def offer(self) -> HeldState:
+        """What the other ranks must know of it: all but the weights and the like, which they have, too."""
+        return replace(self, state={"position": self.state["position"]})
 
-    def at_position(self, holder: Offer, saved_step: int, offers: Sequence[Offer]) -> HeldState:
-        """These weights with the position of another rank, and with what all ranks know up to there."""
+    def at_position(self, holder: HeldState, saved_step: int, offers: Sequence[HeldState]) -> HeldState:
+        """These weights with the position of another rank, and with what all ranks know up to there.
+
+        Ranks that hold the same step may differ in this, since rank 0 alone has done what follows an update.
+        """
         told = newest_told((each.told for each in offers), holder.at.step)
-        state = {**self.state, "position": holder.position}
+        state = {**self.state, **holder.state}
         if told is not None:
             state["callbacks"] = told.states
         return replace(

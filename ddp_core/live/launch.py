@@ -41,7 +41,6 @@ class LiveSupervision(Supervision):
     def handler(
         self, meeting: Meeting, address: str, facts: Mapping[str, str], nproc_per_node: int, join_seconds: int
     ) -> RendezvousHandler:
-        """Where this node meets the others, and later ones join them."""
         from ddp_core.launch.meeting import reach
         from ddp_core.live.meeting import LiveRendezvous
 
@@ -49,7 +48,6 @@ class LiveSupervision(Supervision):
         return LiveRendezvous(reach(meeting), meeting, address, facts, nproc_per_node, join_seconds)
 
     def agent(self, *of_agent: Any) -> Agent:
-        """What starts the workers, looks at them, and replaces lost ones."""
         from ddp_core.live.agent import LiveAgent
 
         return LiveAgent(self.patience, *of_agent)

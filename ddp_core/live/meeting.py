@@ -187,27 +187,21 @@ class LiveRendezvous(RendezvousHandler):
             raise RendezvousClosedError
 
     def get_backend(self) -> str:
-        """See torch."""
         return "ddp-live"
 
     def get_run_id(self) -> str:
-        """See torch."""
         return str(self.meeting.launch_id)
 
     def is_closed(self) -> bool:
-        """See torch."""
         return bool(self._lists.check([_CLOSED]))
 
     def set_closed(self) -> None:
-        """See torch."""
         self._lists.set(_CLOSED, "1")
 
     def num_nodes_waiting(self) -> int:
-        """See torch: none, since a node that comes later joins those that train."""
-        return 0
+        return 0  # a node that comes later joins those that train
 
     def shutdown(self) -> bool:
-        """See torch."""
         self.set_closed()
         return True
 

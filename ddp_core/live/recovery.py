@@ -21,10 +21,10 @@ from ddp_core.checkpoint import Superseded, find_checkpoints, newest_valid
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Regroup, StopRequest
 from ddp_core.distributed.world import World
-from ddp_core.experiment.built import BuiltExperiment
+from ddp_core.experiment.building import BuiltExperiment
 from ddp_core.experiment.request import Request
 from ddp_core.live.collectives import LiveCollectives
-from ddp_core.live.held import HeldState, Offer
+from ddp_core.live.held import HeldState
 from ddp_core.live.member import Member, stop_file
 from ddp_core.live.membership import goes_back_to_checkpoint, newest_holder, node_of
 from ddp_core.observe.callback import Callback
@@ -132,7 +132,7 @@ class LiveRecovery(Recovery):
         A rank that is behind keeps its own until it has received all of the other one.
         """
         mine = self._held
-        offered: list[Offer | None] = collectives.gather(None if mine is None else mine.offer)
+        offered: list[HeldState | None] = collectives.gather(None if mine is None else mine.offer)
         at = [None if each is None else each.at for each in offered]
         holder = newest_holder(at)
         newest = None if holder is None else at[holder]

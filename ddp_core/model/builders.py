@@ -8,15 +8,14 @@ as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.extras import require
-from ddp_core.base.functions import Functions
+from ddp_core.base.extras import Functions, require
 from ddp_core.config.records import MemoryFormat
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -115,16 +114,14 @@ def resnet18(classes: int = 10, small_input: bool = False, compiled: bool = Fals
     return model
 
 
-MODELS = Functions[nn.Module](
-    {
-        "linear": linear,
-        "sigmoid_classifier": sigmoid_classifier,
-        "two_layer": two_layer,
-        "mlp": mlp,
-        "small_cnn": small_cnn,
-        "resnet18": resnet18,
-        "transformer": "ddp_core.model.transformer",
-    }
+MODELS: Mapping[str, Callable[..., nn.Module]] = Functions(
+    linear=linear,
+    sigmoid_classifier=sigmoid_classifier,
+    two_layer=two_layer,
+    mlp=mlp,
+    small_cnn=small_cnn,
+    resnet18=resnet18,
+    transformer="ddp_core.model.transformer",
 )
 
 

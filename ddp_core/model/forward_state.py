@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ddp_core.base.torch_internals import buffers_of
@@ -21,10 +19,13 @@ class ForwardState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [
-            (layer, {**layer.__dict__}, dict(buffers_of(layer)), _copies(buffers_of(layer)))
-            for layer in model.modules()
-        ]
+        self._layers = []
+        for layer in model.modules():
+            buffers = dict(buffers_of(layer))
+            # A lazy layer's have no values yet.
+            has_values = {name: each for name, each in buffers.items() if each is not None and not is_lazy(each)}
+            copies = {name: each.detach().clone() for name, each in has_values.items()}
+            self._layers.append((layer, {**layer.__dict__}, buffers, copies))
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -50,10 +51,3 @@ class ForwardState:
         """Make each layer's mode (training or evaluation) as it was."""
         for layer, attributes, *_ in self._layers:
             layer.training = attributes["training"]
-
-
-def _copies(buffers: dict[str, Any]) -> dict[str, Tensor]:
-    """Copies of the buffers; a lazy layer's have no values yet."""
-    return {
-        name: buffer.detach().clone() for name, buffer in buffers.items() if buffer is not None and not is_lazy(buffer)
-    }

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint.parts import shapes_of
-from ddp_core.checkpoint.queues import without_queues
+from ddp_core.checkpoint.state import without_queues
 from ddp_core.config.experiment import Optimizer
 
 

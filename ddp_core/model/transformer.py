@@ -47,10 +47,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each normalised before and added to its input (pre-norm).
-
-    [n, length, width] -> [n, length, width].
-    """
+    """Attention and a two-layer network, each normalised before and added to its input (pre-norm)."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -81,10 +78,7 @@ class Block(nn.Module):
 def transformer(
     symbols: int = 128, length: int = 64, width: int = 64, depth: int = 2, heads: int = 4, dropout: float = 0.1
 ) -> nn.Module:
-    """A causal transformer: int64 [n, up to length] in 0..symbols-1 -> logits [n, as many, symbols].
-
-    Raises UserError for a `width` that `heads` does not divide.
-    """
+    """A causal transformer: int64 [n, up to length] in 0..symbols-1 -> logits [n, as many, symbols]."""
     if width % heads:
         raise UserError(f"model transformer: width {width} is not a multiple of heads {heads}")
     return Transformer(symbols, length, width, depth, heads, dropout)

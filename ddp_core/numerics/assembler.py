@@ -53,24 +53,17 @@ class Assembler:
         """Take a register from the stack."""
         self._bytes += bytes([0x40 | register >> 3, 0x58 | register & 7])
 
-    def move(self, target: int | At, source: int | At) -> None:
-        """target = source, 64 bits, of which one at most is in memory."""
+    def move(self, target: int | At, source: int | At, wide: int = 8) -> None:
+        """target = source, 64 bits, or 32 with `wide` 0, of which one at most is in memory."""
         if isinstance(source, At):
-            self._whole(0x8B, target, source)
+            self._whole(0x8B, target, source, wide)
         else:
-            self._whole(0x89, source, target)
+            self._whole(0x89, source, target, wide)
 
     def set(self, register: int, number: int) -> None:
         """register = a number of 31 bits."""
         self._whole(0xC7, 0, register)
         self._bytes += struct.pack("<i", number)
-
-    def move_word(self, target: int | At, source: int | At) -> None:
-        """target = source, 32 bits, of which one at most is in memory."""
-        if isinstance(source, At):
-            self._whole(0x8B, target, source, wide=0)
-        else:
-            self._whole(0x89, source, target, wide=0)
 
     def address(self, register: int, place: At) -> None:
         """register = the address of a place."""

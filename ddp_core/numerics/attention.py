@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.torch_internals import softmax_gradient
-from ddp_core.numerics.chain_arguments import LONGEST
+from ddp_core.numerics.chain_code import LONGEST
 from ddp_core.numerics.chains import chained, chained_into
 from ddp_core.numerics.products import OURS, Kernel
 
@@ -72,7 +72,10 @@ def _result(
     if query.dtype not in OURS:
         return usual(keys, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
     asked = _Asked(query, key, value, is_causal, attn_mask, scale)
-    result = _for_result(asked.query)
+    # Laid out like the queries, as torch's own kernel does; a head's numbers side by side.
+    result = torch.empty_like(asked.query)
+    if result.stride(-1) != 1:
+        result = torch.empty_like(asked.query, memory_format=torch.contiguous_format)
     logarithms = query.new_empty(query.shape[:3], dtype=torch.float32)
     for part in asked.parts():
         scores = asked.scores(part)
@@ -126,12 +129,6 @@ def _gradients(
             for each, total in ((key, of_key), (value, of_value))
         )
     return of_query.to(query.dtype), of_key.to(query.dtype), of_value.to(query.dtype)
-
-
-def _for_result(query: Tensor) -> Tensor:
-    """Memory for the result, laid out like the queries, as torch's own kernel does; a head's numbers side by side."""
-    new = torch.empty_like(query)
-    return new if new.stride(-1) == 1 else torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 def _for_gradient(of: Tensor) -> Tensor:

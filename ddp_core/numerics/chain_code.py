@@ -30,6 +30,7 @@ from ddp_core.numerics.assembler import (
     RBP,
     RBX,
     RCX,
+    RDI,
     RDX,
     RSI,
     RSP,
@@ -38,8 +39,30 @@ from ddp_core.numerics.assembler import (
     At,
     Label,
 )
-from ddp_core.numerics.chain_arguments import FLOAT, GIVEN, LONGEST, REGISTER
-from ddp_core.numerics.chain_copies import copied, turned, words
+
+LONGEST = 1024
+"""Terms that a product may have, for which the copy of 16 columns has room on the stack."""
+
+REGISTER = 8
+"""float32 numbers in a register."""
+
+FLOAT = 4
+"""Bytes of a float32 number."""
+
+SIZES = (
+    *("left_rows", "left_terms", "left_batches", "left_groups"),
+    *("right_terms", "right_columns", "right_batches", "right_groups"),
+    *("out_rows", "out_batches", "out_groups"),
+    *("rows", "terms", "columns", "batches", "groups"),
+)
+"""What the code is given, beside the places of the matrices: a pointer to these int64 numbers.
+
+First the bytes from one row, term, column, product of a batch, and batch to the next; last how many there are of each.
+Columns of `out` lie side by side.
+"""
+
+_GIVEN = {name: At(RDI, offset=8 * place) for place, name in enumerate(SIZES)}
+"""Where each of `SIZES` lies while the code runs."""
 
 _WIDTHS = (16, REGISTER)
 _TILE_ROWS = 6
@@ -97,7 +120,7 @@ def chain_code() -> bytes:
 
 
 def _begin(write: Assembler, counted: str) -> None:
-    write.move(RAX, GIVEN[counted])
+    write.move(RAX, _GIVEN[counted])
     write.move(_HERE[counted], RAX)
 
 
@@ -105,7 +128,7 @@ def _go_on(write: Assembler, counted: str, end: str, start: Label) -> None:
     """The places of the next product or batch, and back to `start` if there is one."""
     for name in _MATRICES:
         write.move(RAX, _HERE[f"{name}{end}"])
-        write.add(RAX, GIVEN[f"{name}_{counted}"])
+        write.add(RAX, _GIVEN[f"{name}_{counted}"])
         write.move(_HERE[f"{name}{end}"], RAX)
     write.move(RAX, _HERE[counted])
     write.subtract_number(RAX, 1)
@@ -116,19 +139,19 @@ def _go_on(write: Assembler, counted: str, end: str, start: Label) -> None:
 def _product(write: Assembler) -> None:
     """One product: 16 columns at a time, then eight, the last of which may overlap. R15 is the first column."""
     wide, narrow, fits, done, few = Label(), Label(), Label(), Label(), Label()
-    write.move(RAX, GIVEN["columns"])
+    write.move(RAX, _GIVEN["columns"])
     write.compare_number(RAX, REGISTER)
     write.jump(few, LESS)
     write.set(R15, 0)
     write.place(wide)
     write.address(RAX, At(R15, offset=_WIDTHS[0]))
-    write.compare(RAX, GIVEN["columns"])
+    write.compare(RAX, _GIVEN["columns"])
     write.jump(narrow, GREATER)
     _panel(write, _WIDTHS[0])
     write.add_number(R15, _WIDTHS[0])
     write.jump(wide)
     write.place(narrow)
-    write.move(RAX, GIVEN["columns"])
+    write.move(RAX, _GIVEN["columns"])
     write.compare(R15, RAX)
     write.jump(done, GREATER_OR_EQUAL)
     write.subtract_number(RAX, _WIDTHS[1])
@@ -153,26 +176,26 @@ def _panel(write: Assembler, width: int) -> None:
     """
     is_whole, ready, rows, full, few, done = Label(), Label(), Label(), Label(), Label(), Label()
     write.move(R8, R15)
-    write.multiply(R8, GIVEN["right_columns"])
+    write.multiply(R8, _GIVEN["right_columns"])
     write.add(R8, _HERE["right"])
-    write.move(R9, GIVEN["right_terms"])
-    write.move(RAX, GIVEN["right_columns"])
+    write.move(R9, _GIVEN["right_terms"])
+    write.move(RAX, _GIVEN["right_columns"])
     write.compare_number(RAX, FLOAT)
     write.jump(is_whole, ZERO)
-    turned(write, width)
+    _turned(write, width)
     write.jump(ready)
     write.place(is_whole)
-    write.move(RAX, GIVEN["rows"])
+    write.move(RAX, _GIVEN["rows"])
     write.compare_number(RAX, _COPIED_FROM)
     write.jump(ready, LESS)
-    copied(write, width)
+    _copied(write, width)
     write.place(ready)
     write.move(R10, _HERE["left"])
     write.move(RAX, _HERE["out"])
     write.address(R11, At(RAX, index=R15, scale=FLOAT))
-    write.move(R12, GIVEN["left_rows"])
-    write.move(R13, GIVEN["left_terms"])
-    write.move(RCX, GIVEN["rows"])
+    write.move(R12, _GIVEN["left_rows"])
+    write.move(R13, _GIVEN["left_terms"])
+    write.move(RCX, _GIVEN["rows"])
     write.compare_number(RCX, _TILE_ROWS)
     write.jump(few, LESS)
     write.place(rows)
@@ -189,7 +212,7 @@ def _panel(write: Assembler, width: int) -> None:
     write.move(RDX, RAX)
     write.multiply(RDX, R12)
     write.add(R10, RDX)
-    write.multiply(RAX, GIVEN["out_rows"])
+    write.multiply(RAX, _GIVEN["out_rows"])
     write.add(R11, RAX)
     write.jump(rows)
     write.place(few)
@@ -211,24 +234,24 @@ def _few_columns(write: Assembler) -> None:
     zeros, rows, copy, copy_row, copy_column = Label(), Label(), Label(), Label(), Label()
     write.clear(0)
     write.move(RDX, RSP)
-    write.move(RCX, GIVEN["terms"])
+    write.move(RCX, _GIVEN["terms"])
     write.place(zeros)
     write.store(At(RDX), 0)
     write.add_number(RDX, REGISTER * FLOAT)
     write.subtract_number(RCX, 1)
     write.jump(zeros, NOT_ZERO)
     write.move(R8, _HERE["right"])
-    write.move(R9, GIVEN["right_terms"])
-    write.move(R14, GIVEN["terms"])
-    write.move(RBX, GIVEN["columns"])
-    words(write, REGISTER)
+    write.move(R9, _GIVEN["right_terms"])
+    write.move(R14, _GIVEN["terms"])
+    write.move(RBX, _GIVEN["columns"])
+    _words(write, REGISTER)
     write.move(R8, RSP)
     write.set(R9, REGISTER * FLOAT)
     write.move(R10, _HERE["left"])
     write.move(R11, _HERE["out"])
-    write.move(R12, GIVEN["left_rows"])
-    write.move(R13, GIVEN["left_terms"])
-    write.move(RCX, GIVEN["rows"])
+    write.move(R12, _GIVEN["left_rows"])
+    write.move(R13, _GIVEN["left_terms"])
+    write.move(RCX, _GIVEN["rows"])
     write.place(rows)
     for number in range(_TILE_ROWS, 0, -1):
         fewer = Label()
@@ -243,7 +266,7 @@ def _few_columns(write: Assembler) -> None:
     write.address(RSI, _TILE)
     write.place(copy_row)
     write.set(RAX, 0)
-    write.move(RBX, GIVEN["columns"])
+    write.move(RBX, _GIVEN["columns"])
     write.move(RDX, _HERE["added"])
     write.place(copy_column)
     plain = Label()
@@ -257,7 +280,7 @@ def _few_columns(write: Assembler) -> None:
     write.subtract_number(RBX, 1)
     write.jump(copy_column, NOT_ZERO)
     write.add_number(RSI, REGISTER * FLOAT)
-    write.add(R11, GIVEN["out_rows"])
+    write.add(R11, _GIVEN["out_rows"])
     write.add(R10, R12)
     write.subtract_number(R14, 1)
     write.jump(copy_row, NOT_ZERO)
@@ -283,7 +306,7 @@ def _tile(write: Assembler, rows: int, width: int, is_result: bool = True) -> No
         write.address(RDX, At(R12, index=R12, scale=2))
         write.add(RDX, R10)
     write.move(RSI, R8)
-    write.move(RBX, GIVEN["terms"])
+    write.move(RBX, _GIVEN["terms"])
     terms = Label()
     write.place(terms)
     for number, register in enumerate(of_right):
@@ -317,4 +340,123 @@ def _tile(write: Assembler, rows: int, width: int, is_result: bool = True) -> No
     for each in sums:
         for number, total in enumerate(each):
             write.store(At(RAX, offset=32 * number), total)
-        write.add(RAX, GIVEN["out_rows"])
+        write.add(RAX, _GIVEN["out_rows"])
+
+
+# The numbers of a row of 16 columns (or eight) lie side by side on the stack, and rows lie one behind the other. R8 is
+# where the columns begin in the matrix, and R9 are the bytes from a term to the next; `_copied` and `_turned` make both
+# those of the copy.
+def _copied(write: Assembler, width: int) -> None:
+    """Copies the panel at R8, whose rows are whole, to the stack, where they lie one behind the other."""
+    terms = Label()
+    write.move(RSI, R8)
+    write.move(RDX, RSP)
+    write.move(RCX, _GIVEN["terms"])
+    write.place(terms)
+    for number in range(width // REGISTER):
+        write.load(number, At(RSI, offset=32 * number))
+    for number in range(width // REGISTER):
+        write.store(At(RDX, offset=32 * number), number)
+    write.add(RSI, R9)
+    write.add_number(RDX, width * FLOAT)
+    write.subtract_number(RCX, 1)
+    write.jump(terms, NOT_ZERO)
+    write.move(R8, RSP)
+    write.set(R9, width * FLOAT)
+
+
+def _turned(write: Assembler, width: int) -> None:
+    """Copies the panel at R8, whose rows are not whole, to the stack, where they are."""
+    by_words, done = Label(), Label()
+    write.move(R14, _GIVEN["terms"])
+    write.compare_number(R9, FLOAT)
+    write.jump(by_words, NOT_ZERO)
+    _squares(write, width)
+    write.compare_number(R14, 0)
+    write.jump(done, ZERO)
+    write.place(by_words)
+    write.set(RBX, width)
+    _words(write, width)
+    write.place(done)
+    write.move(R8, RSP)
+    write.set(R9, width * FLOAT)
+
+
+def _squares(write: Assembler, width: int) -> None:
+    """Copies squares of eight columns and eight terms, which lie side by side; R14 are the terms that fill none."""
+    write.move(RAX, _GIVEN["right_columns"])
+    write.address(RBX, At(RAX, index=RAX, scale=2))
+    write.move(RSI, R8)
+    for group in range(width // REGISTER):
+        more, done = Label(), Label()
+        write.move(R11, RSI)
+        write.address(RDX, At(R11, index=RBX))
+        write.address(RCX, At(RSP, offset=REGISTER * FLOAT * group))
+        write.move(R14, _GIVEN["terms"])
+        write.place(more)
+        write.compare_number(R14, REGISTER)
+        write.jump(done, LESS)
+        columns = [
+            *(At(R11), At(R11, index=RAX), At(R11, index=RAX, scale=2)),
+            *(
+                At(RDX),
+                At(RDX, index=RAX),
+                At(RDX, index=RAX, scale=2),
+                At(RDX, index=RBX),
+                At(RDX, index=RAX, scale=4),
+            ),
+        ]
+        for number, column in enumerate(columns):
+            write.load(number, column)
+        _turn_square(write)
+        for number in range(REGISTER):
+            write.store(At(RCX, offset=width * FLOAT * number), REGISTER + number)
+        write.add_number(R11, REGISTER * FLOAT)
+        write.add_number(RDX, REGISTER * FLOAT)
+        write.add_number(RCX, REGISTER * width * FLOAT)
+        write.subtract_number(R14, REGISTER)
+        write.jump(more)
+        write.place(done)
+        write.address(RSI, At(RSI, index=RAX, scale=REGISTER))
+
+
+def _turn_square(write: Assembler) -> None:
+    """Turns the columns in registers 0 to 7 into rows in 8 to 15: pairs of numbers, pairs of these, and halves."""
+    for first in range(0, 8, 2):
+        for upper in (0, 1):
+            write.interleave(8 + first + upper, first, first + 1, upper)
+    for half in (0, 4):
+        for place in (0, 1):
+            for upper in (0, 1):
+                write.pair(half + 2 * place + upper, 8 + half + place, 8 + half + place + 2, upper)
+    for upper in (0, 1):
+        for number in range(4):
+            write.join(8 + 4 * upper + number, number, 4 + number, upper)
+
+
+def _words(write: Assembler, width: int) -> None:
+    """Copies the last R14 terms of RBX columns at R8 to the stack, number by number."""
+    columns, terms = Label(), Label()
+    write.move(RAX, _GIVEN["terms"])
+    write.subtract(RAX, R14)
+    write.move(RSI, RAX)
+    write.multiply(RSI, R9)
+    write.add(RSI, R8)
+    write.set(RDX, width * FLOAT)
+    write.multiply(RDX, RAX)
+    write.add(RDX, RSP)
+    write.place(columns)
+    write.move(RAX, RSI)
+    write.move(RCX, RDX)
+    write.move(R11, R14)
+    write.place(terms)
+    write.move(R10, At(RAX), wide=0)
+    write.move(At(RCX), R10, wide=0)
+    write.add(RAX, R9)
+    write.add_number(RCX, width * FLOAT)
+    write.subtract_number(R11, 1)
+    write.jump(terms, NOT_ZERO)
+    write.add(RSI, _GIVEN["right_columns"])
+    write.add_number(RDX, FLOAT)
+    write.subtract_number(RBX, 1)
+    write.jump(columns, NOT_ZERO)

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.errors import UserError
-from ddp_core.numerics.chain_arguments import FLOAT, LONGEST, SIZES
-from ddp_core.numerics.chain_code import chain_code
+from ddp_core.numerics.chain_code import FLOAT, LONGEST, SIZES, chain_code
 
 _ALONE_UP_TO = 2**22
 """Multiply-adds up to which other threads of Python wait: to let them run, and to wait for them, may take longer."""
@@ -190,16 +189,11 @@ def _in_parts(product: Tensor, left: Tensor, right: Tensor, pool: ThreadPoolExec
         rows = -(-len(left) // _WORKERS.count)
         parts = _by_rows(product, left, right, -(-rows // _TILES) * _TILES)
     mine, *others = [part for part in parts if part[0].numel()]
-    asked = [pool.submit(_computed, *part) for part in others]
+    # In a thread of its own, torch would take what is computed for something to be differentiated.
+    asked = [pool.submit(torch.inference_mode()(_whole), *part) for part in others]
     _whole(*mine)
     for each in asked:
         each.result()
-
-
-def _computed(product: Tensor, left: Tensor, right: Tensor) -> None:
-    """In a thread of its own, where torch would take what is computed for something to be differentiated."""
-    with torch.inference_mode():
-        _whole(product, left, right)
 
 
 def _by_rows(product: Tensor, left: Tensor, right: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,14 +34,11 @@ from ddp_core.base.errors import UserError
 from ddp_core.numerics.attention import ATTENTION, attention
 from ddp_core.numerics.chains import several_threads
 from ddp_core.numerics.limits import limits_hold, limits_missed
-from ddp_core.numerics.products import PRODUCTS
+from ddp_core.numerics.products import PRODUCTS, Kernel, written
 
 _OURS = (torch.float32, torch.float64)
 _HALF: tuple[tuple[float, ...], ...] = ((), (0.5,))
 """The exponent of a square root, as the operation's further arguments: none for `sqrt`, one half for `pow`."""
-
-Kernel = Callable[..., Any]
-"""What the dispatcher calls: with the dispatch keys first, which torch's own kernel must be given, too."""
 
 _LEAST_SQUARES = ("torch.linalg.lstsq", "its bits depend on where its tensors lie in memory; use torch.linalg.qr")
 _EIGHT_BITS = (
@@ -148,10 +145,7 @@ def _root_into(usual: Kernel, keys: Any, numbers: Tensor, *exponent: Any, out: T
     kind = numbers.dtype if numbers.is_floating_point() else torch.get_default_dtype()
     if exponent not in _HALF or not _is_ours(numbers) or not torch.can_cast(kind, out.dtype):
         return usual(keys, numbers, *exponent, out=out)
-    roots = exact_root(numbers)
-    if out.shape != roots.shape:
-        out.resize_(roots.shape)
-    return out.copy_(roots)
+    return written(out, exact_root(numbers))
 
 
 def _is_ours(numbers: Tensor) -> bool:

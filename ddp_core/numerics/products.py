@@ -19,6 +19,7 @@ from ddp_core.numerics.chains import at_once, chained
 OURS = (torch.float32, torch.float16, torch.bfloat16)
 
 Kernel = Callable[..., Any]
+"""What the dispatcher calls: with the dispatch keys first, which torch's own kernel must be given, too."""
 
 
 def _product(dimensions: int, usual: Kernel, keys: Any, left: Tensor, right: Tensor) -> Any:
@@ -38,7 +39,7 @@ def _product(dimensions: int, usual: Kernel, keys: Any, left: Tensor, right: Ten
 def _product_into(dimensions: int, usual: Kernel, keys: Any, left: Tensor, right: Tensor, *, out: Tensor) -> Any:
     if not _fit(dimensions, left, right) or out.dtype != left.dtype:
         return usual(keys, left, right, out=out)
-    return _written(out, chained(left.float(), right.float()))
+    return written(out, chained(left.float(), right.float()))
 
 
 def _sum(
@@ -92,7 +93,7 @@ def _sum_into(
 ) -> Any:
     if not _can_add(dimensions, added, left, right) or out.dtype != left.dtype:
         return usual(keys, added, left, right, beta=beta, alpha=alpha, out=out)
-    return _written(out, _added_last(added.float(), left.float(), right.float(), beta, alpha))
+    return written(out, _added_last(added.float(), left.float(), right.float(), beta, alpha))
 
 
 def _fit(dimensions: int, left: Tensor, right: Tensor) -> bool:
@@ -120,7 +121,8 @@ def _added_last(added: Tensor, left: Tensor, right: Tensor, beta: Any, alpha: An
     return total
 
 
-def _written(out: Tensor, result: Tensor) -> Tensor:
+def written(out: Tensor, result: Tensor) -> Tensor:
+    """`out` with the result in it, resized where it has another shape."""
     if out.shape != result.shape:
         out.resize_(result.shape)
     return out.copy_(result)

@@ -13,24 +13,29 @@ makes each step of rank 0 0.05 s longer from step 1 on, so that a drill's run la
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.torch_internals import sent_together
 from ddp_core.base.user_code import user_code
 from ddp_core.observe.step import StepBatch, StepObserver
-
-if TYPE_CHECKING:
-    from torch import nn
 
 KINDS = ("kill", "pause", "raise", "nan", "slow", "exit", "stop", "pace", "flip", "flipweight")
 _SLOW_SECONDS = 0.2
 _PACE_SECONDS = 0.05
+_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -45,20 +50,13 @@ class Fault:
     @classmethod
     def parse(cls, text: str) -> Fault:
         """The fault that `text` names. Raises UserError, with the expected form, where it names none."""
-        kind, _, place = text.partition("@")
-        step, _, rank = place.partition(":")
-        first = step.removesuffix("+")
-        if (
-            kind not in KINDS
-            or not first.isdigit()
-            or not (rank or "0").isdigit()
-            or (first != step and kind != "flip")
-        ):
+        found = re.fullmatch(rf"({'|'.join(KINDS)})@([0-9]+)(\+?)(?::([0-9]*))?", text)
+        if found is None or (found[3] and found[1] != "flip"):
             raise UserError(
                 f"--fault {text}: expected KIND@STEP[:RANK] with KIND one of {', '.join(KINDS)}, "
                 "or flip@STEP+[:RANK] for a flip in every step from STEP on"
             )
-        return cls(kind, int(first), int(rank or 0), first != step)
+        return cls(found[1], int(found[2]), int(found[4] or 0), bool(found[3]))
 
     def __str__(self) -> str:
         return f"{self.kind}@{self.step}{'+' if self.goes_on else ''}:{self.rank}"
@@ -81,7 +79,8 @@ class FaultScript(StepObserver):
         self._faults = [fault for fault in map(Fault.parse, faults) if fault.rank == rank]
         self._directory, self._model = directory, model
         self._slow = False
-        self._end_flips: list[Callable[[], None]] = []
+        self._flips: list[tuple[Node, RemovableHandle]] = []
+        """The hooks that flip bits in this step, each with its node, which is kept by nobody else."""
 
     def before_step(self, batch: StepBatch) -> None:
         step = batch.step + 1
@@ -97,19 +96,27 @@ class FaultScript(StepObserver):
                 self._flip_gradients(fault)
 
     def after_step(self, batch: StepBatch) -> None:
-        while self._end_flips:
-            self._end_flips.pop()()
+        while self._flips:
+            self._flips.pop()[1].remove()
         step = batch.step + 1
         for fault in self._due(step, ("flipweight",)):
             if self._model is not None and self._first_time(fault):
-                from ddp_core.observe.flips import flip_weight
-
-                flip_weight(self._model)
+                # Through `.data`, because torch counts other writes, and a memory that loses a bit counts nothing.
+                weight = _last_trained(self._model).data
+                part = weight.to_local() if hasattr(weight, "to_local") else weight
+                part.copy_(with_flipped_bit(part))
         for fault in self._due(step, ("kill", "pause", "raise", "slow", "exit")):
             if self._first_time(fault):
-                # A scripted exception stands for one of the user's code.
-                with user_code("a scripted fault"):
-                    self._strike(fault)
+                if fault.kind in ("kill", "pause"):
+                    os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+                elif fault.kind == "exit":
+                    os._exit(1)
+                elif fault.kind == "slow":
+                    self._slow = True
+                else:
+                    # It stands for an exception of the user's code.
+                    with user_code("a scripted fault"):
+                        raise RuntimeError(f"scripted fault {fault}")
         if self._slow:
             time.sleep(_SLOW_SECONDS)
         if any(fault.kind == "pace" and fault.step <= step for fault in self._faults):
@@ -119,22 +126,22 @@ class FaultScript(StepObserver):
         return [fault for fault in self._faults if fault.step == step and fault.kind in kinds]
 
     def _flip_gradients(self, fault: Fault) -> None:
-        """Flip a bit in the next backward, or in every one of this step where the fault goes on."""
-        from ddp_core.observe.flips import flip_gradients
+        """Flip a bit of the last trained parameter's gradient in the next backward, or where it goes on, in every one.
 
+        Other replicas of the model, which share the hooks on its weights, are not hit.
+        """
         has_struck = False
 
-        def strikes() -> bool:
+        def changed(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
             nonlocal has_struck
-            if fault.goes_on:
-                return True
-            if has_struck:
-                return False
-            has_struck = True
-            return self._first_time(fault)
+            is_first, has_struck = not has_struck, True
+            strikes = fault.goes_on or (is_first and self._first_time(fault))
+            return tuple(map(with_flipped_bit, gradients)) if strikes else None
 
         if self._model is not None:
-            self._end_flips.append(flip_gradients(self._model, strikes))
+            # Not on the parameter: its hooks are also those of the other replicas.
+            node = get_gradient_edge(_gets_gradient(self._model)).node
+            self._flips.append((node, node.register_prehook(changed)))
 
     def _first_time(self, fault: Fault) -> bool:
         if self._directory is None:
@@ -145,14 +152,34 @@ class FaultScript(StepObserver):
             return False
         return True
 
-    def _strike(self, fault: Fault) -> None:
-        if fault.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.kind == "pause":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif fault.kind == "exit":
-            os._exit(1)
-        elif fault.kind == "slow":
-            self._slow = True
-        else:
-            raise RuntimeError(f"scripted fault {fault}")
+
+@torch.no_grad()
+def with_flipped_bit(tensor: Tensor) -> Tensor:
+    """A copy in which the element that is largest, whatever its sign, has the highest bit of its fraction flipped.
+
+    So the number stays finite, and no sum with others swallows the change.
+    """
+    copy = tensor.detach().clone()
+    if not copy.numel():
+        return copy
+    numbers = torch.view_as_real(copy) if copy.is_complex() else copy
+    place = torch.unravel_index(numbers.abs().argmax(), numbers.shape)
+    bit = round(-math.log2(torch.finfo(numbers.dtype).eps)) - 1
+    one = numbers[place].reshape(1).view(_NUMBERS[numbers.element_size()])
+    numbers[place] = (one ^ (1 << bit)).view(numbers.dtype)[0]
+    return copy
+
+
+def _last_trained(model: nn.Module) -> nn.Parameter:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad][-1]
+
+
+def _gets_gradient(model: nn.Module) -> Tensor:
+    """The last trained parameter; with --shard parameters the whole of it, while the model has this rank's part."""
+    last = _last_trained(model)
+    if not hasattr(last, "to_local"):
+        return last
+    from torch.distributed.fsdp import FSDPModule
+
+    parts = (part for part in model.modules() if isinstance(part, FSDPModule))
+    return next(whole for part in parts for own, whole in sent_together(part) if own is last)

@@ -12,7 +12,6 @@ import torch
 from torch.distributed import DistError
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.distributed.nccl_errors import is_own_fault, last_line
 from ddp_core.distributed.world import World
 from ddp_core.observe.heartbeat import name_lost_peer, renew_heartbeat
 
@@ -29,6 +28,23 @@ _COLLECTIVES = (
 )
 _RENEWING_SECONDS = 0.5
 
+# torch raises all errors of NCCL as DistBackendError, so only the text tells. It has lines: "NCCL error in: FILE,
+# unhandled system error (…), NCCL version …", then what NCCL calls the error, such as "ncclSystemError: …", then "Last
+# error:" and what happened, then perhaps torch's own stack.
+# These are of this process alone, unless the text tells of a closed connection. The other two, `ncclSystemError` and
+# `ncclRemoteError`, mostly are lost connections.
+_OWN = ("ncclUnhandledCudaError", "ncclInvalidArgument", "ncclInvalidUsage", "ncclInternalError")
+_CONNECTION = re.compile(r"remote peer|connection|broken pipe|\bpeer\b.*\b(?:exit|gone)", re.IGNORECASE)
+_LACKS = {
+    "Duplicate GPU detected": "NCCL does not let two ranks share a GPU: use fewer --nproc-per-node, or --backend gloo",
+    r"shared memory segment|/dev/shm|posix_fallocate": "NCCL has too little shared memory: give the container more "
+    "(docker's --shm-size, Kubernetes' emptyDir with medium Memory)",
+    "ibv_reg_mr": "NCCL may not lock the memory that it sends from: raise `ulimit -l` (docker's --ulimit memlock=-1)",
+    r"out of memory|CUDA calloc|Cannot allocate memory": "NCCL is out of memory: use a smaller --set micro_batch=N, "
+    "--set precision=bf16, or fewer processes on this machine",
+    "ncclUnhandledCudaError": "the GPU or its driver has failed: `nvidia-smi` and the kernel's log tell more",
+}
+
 
 class PeersLost(UserError):
     """Another rank is gone or silent, so this rank cannot go on."""
@@ -44,8 +60,12 @@ def is_peer_loss(error: BaseException) -> bool:
     also come from a file in which collectives run. Errors of torch.distributed's own kind count as lost peers, unless
     NCCL tells of a fault of this process or its machine.
     """
-    if isinstance(error, DistError | PeersLost):
-        return isinstance(error, PeersLost) or not is_own_fault(str(error))
+    if isinstance(error, PeersLost):
+        return True
+    if isinstance(error, DistError):
+        text = str(error)
+        names_own = any(name in text for name in _OWN) and not _CONNECTION.search(text)
+        return lack_of(text) is None and not names_own
     if not isinstance(error, RuntimeError) or not any(words in str(error).lower() for words in _PHRASES):
         return False
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -60,9 +80,23 @@ def _runs_collectives(file: Path) -> bool:
     return any(file.is_relative_to(place) for place in _COLLECTIVES)
 
 
+def lack_of(text: str) -> str | None:
+    """What this machine lacks, according to the text of NCCL's error, and what to do; None where it lacks nothing."""
+    if "NCCL" not in text:
+        return None
+    lack = next((advice for pattern, advice in _LACKS.items() if re.search(pattern, text)), None)
+    return None if lack is None else f"{lack} ({_last_line(text)})"
+
+
+def _last_line(text: str) -> str:
+    """What happened, in one line of the text: the line after NCCL's "Last error:", else the first line."""
+    found = re.search(r"Last error:\s*\n?\s*(\S[^\n]*)", text)
+    return text.strip().partition("\n")[0] if found is None else found[1].strip()
+
+
 def short_message(error: BaseException) -> str:
     """The message of a collective's error in one line, without the place in gloo's sources and gloo's advice."""
-    line = last_line(str(error)).partition(". This is typically caused by")[0]
+    line = _last_line(str(error)).partition(". This is typically caused by")[0]
     return re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\] ?", "", line)
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NotRequired, Self
+from typing import IO, TYPE_CHECKING, Any, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -46,7 +46,7 @@ class MetricsRecord(TypedDict):
     ranks: NotRequired[Count]
 
 
-class MetricsWriter:
+class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     """Appends records to metrics.jsonl, in whole lines, so that the file can be read at any time; tells the `board`.
 
     Without a `path` it writes and tells nothing. `may_write` is called before each record, and raises where another
@@ -103,9 +103,6 @@ class MetricsWriter:
             self._file.close()
         if self._board is not None:
             self._board.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -242,22 +239,19 @@ class Console:
         now = time.monotonic()
         if self._first_step is None:
             self._first_step = (step, now)
+        figures = [f"loss {loss:.4f}"] if math.isfinite(loss) else []
         if self.draws:
-            self._draw(step, total, loss)
+            if self._bar is None:
+                from tqdm import tqdm
+
+                self._bar = tqdm(total=total, initial=step, unit="step", leave=False, dynamic_ncols=True)
+            if figures:
+                self._bar.set_postfix_str(figures[0], refresh=False)
+            self._bar.update(step - self._bar.n)
         elif now - self._printed_at > SILENT_SECONDS:
             first, began = self._first_step
             left = duration_text((total - step) * (now - began) / max(1, step - first))
-            figures = [f"step {step:6d} of {total}", *([f"loss {loss:.4f}"] if math.isfinite(loss) else [])]
-            self.say("  ".join([*figures, f"about {left} left"]))
-
-    def _draw(self, step: int, total: int, loss: float) -> None:
-        if self._bar is None:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, initial=step, unit="step", leave=False, dynamic_ncols=True)
-        if math.isfinite(loss):
-            self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
-        self._bar.update(step - self._bar.n)
+            self.say("  ".join([f"step {step:6d} of {total}", *figures, f"about {left} left"]))
 
     def end_progress(self) -> None:
         """Take the bar off the terminal."""

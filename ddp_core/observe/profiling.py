@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Self
 
 import torch
 
@@ -13,11 +13,8 @@ from ddp_core.base.files import NewFile
 from ddp_core.observe.step import StepBatch, StepObserver
 
 
-class StepProfiler(StepObserver):
-    """Traces the steps of `window` ('first:last', counted from 1) into `trace/rank-N.json`.
-
-    Raises UserError for a window of another form.
-    """
+class StepProfiler(StepObserver, AbstractContextManager["StepProfiler"]):
+    """Traces the steps of `window` ('first:last', counted from 1) into `trace/rank-N.json`."""
 
     def __init__(self, window: str, directory: Path, rank: int) -> None:
         self._first, self._last = parse_window(window)
@@ -27,18 +24,12 @@ class StepProfiler(StepObserver):
     def before_step(self, batch: StepBatch) -> None:
         if batch.step + 1 != self._first:
             return
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=kinds)
+        self._profiler = torch.profiler.profile()
         self._profiler.start()
 
     def after_step(self, batch: StepBatch) -> None:
         if batch.step + 1 == self._last:
             self._finish()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._finish()

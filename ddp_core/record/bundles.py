@@ -1,4 +1,4 @@
-"""A bundle, a finished run in one file, checked and unpacked.
+"""What a user names where a run is wanted: its directory, a checkpoint of it, or a bundle, checked and unpacked here.
 
 A bundle (format `ddp-bundle/1`, which is the zip file's comment) is a zip file whose members are stored as they are,
 without compression, by sorted names and with one fixed time: the same run gives the same bytes. MANIFEST has the
@@ -10,24 +10,30 @@ A bundle may come from a stranger. So nothing of it is unpacked before all of it
 from __future__ import annotations
 
 import hashlib
-import shutil
+import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from ddp_core.base.beneath import MOST_BYTES
 from ddp_core.base.documents import parse_document
-from ddp_core.base.errors import UserError
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import is_file, is_there
 from ddp_core.base.refusals import is_lack, refused
 from ddp_core.base.shown import shown
-from ddp_core.record.directory import shown_record
+from ddp_core.record.directory import RunDirectory, shown_record
 from ddp_core.record.run_json import MOST_RECORD_BYTES, RecordedRun
 
 BUNDLE_FORMAT = "ddp-bundle/1"
 MANIFEST = "MANIFEST"
 PINS = "pins.txt"
 _MOST_MEMBERS = 10_000
+_CHECKPOINT = "step-"
+"""How the names of a checkpoint's files begin."""
 
 
 class ChangedBundle(Exception):
@@ -46,8 +52,7 @@ class Unpacked(NamedTuple):
 def unpack_bundle(file: Path, folder: Path) -> Unpacked:
     """Unpack the bundle into the folder, once each member is known to be as it was packed.
 
-    Raises ChangedBundle where one is not, with nothing unpacked; UserError for a file that is no bundle or that could
-    do harm when unpacked, and (4) for a full disk.
+    Raises ChangedBundle where one is not; UserError for what is no bundle or could do harm, and (4) for a full disk.
     """
     try:
         with ZipFile(file) as archive:
@@ -56,7 +61,7 @@ def unpack_bundle(file: Path, folder: Path) -> Unpacked:
                 raise ChangedBundle(changed)
             record = shown_record(parse_document(_text(archive, "run.json", MOST_RECORD_BYTES), RecordedRun))
             told = Unpacked(len(members), record, _text(archive, PINS))
-            _unpack(archive, members, folder)
+            archive.extractall(folder)
     except (BadZipFile, RuntimeError, EOFError, KeyError, ValueError, struct.error) as error:
         raise UserError(f"{file} is not a bundle, or is damaged: {error}") from None
     except OSError as error:
@@ -117,9 +122,38 @@ def _text(archive: ZipFile, name: str, most_bytes: int = MOST_BYTES) -> str:
     return archive.read(name).decode()
 
 
-def _unpack(archive: ZipFile, members: list[ZipInfo], folder: Path) -> None:
-    for member in members:
-        place = folder / member.filename
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with archive.open(member) as source, place.open("xb") as target:
-            shutil.copyfileobj(source, target, 1 << 20)
+class Place(NamedTuple):
+    """A run, and of it the one checkpoint that was named."""
+
+    run: RunDirectory
+    name: str
+    """The name of the run's directory, or of the bundle without its suffix."""
+    checkpoint: Path | None = None
+    """The manifest or a data file."""
+
+
+@contextmanager
+def place_named(named: str | os.PathLike[str]) -> Iterator[Place]:
+    """The run and the checkpoint that a path means; a bundle is checked, and unpacked for the block."""
+    from ddp_core.remote import brought
+
+    path = brought(named)
+    if path.is_dir():
+        yield Place(RunDirectory(path.absolute()), path.absolute().name)
+    elif not is_file(path):
+        raise UserError(f"{path} is not there; give a run directory, a checkpoint of a run, or a bundle")
+    elif path.name.startswith(_CHECKPOINT):
+        run = RunDirectory(path.absolute().parents[1])
+        if not is_there(run.path / "run.json"):
+            raise UserError(
+                f"{path} lies in no run directory, so nothing tells which model its weights are of; "
+                "ddp_core.load reads it without a model"
+            )
+        yield Place(run, run.path.name, path)
+    else:
+        with TemporaryDirectory(prefix="ddp-bundle-") as folder:
+            try:
+                unpack_bundle(path, Path(folder))
+            except ChangedBundle as changed:
+                raise UserError(f"{path}: {changed}; get the bundle anew", ExitCode.NO_CHECKPOINT) from None
+            yield Place(RunDirectory(Path(folder)), path.stem)

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_there
@@ -19,9 +19,6 @@ from ddp_core.record.directory import RunDirectory, find_runs, pass_over
 from ddp_core.record.lock import require_unlocked
 from ddp_core.record.run_json import RecordedRun
 
-if TYPE_CHECKING:
-    from ddp_core.record.initial_weights import InitialWeights
-
 LENGTH = ("epochs", "max_steps")
 """The settings by which a finished run may be extended."""
 _WOULD_REPEAT = {ExitCode.BAD_INPUT, ExitCode.NUMERICS}
@@ -31,26 +28,20 @@ _STATE = ("optimizer.name", "optimizer.implementation")
 """Settings that say which samples come when, and those that say what the optimizer's state means."""
 
 
-class Values(NamedTuple):
-    """A setting's value in a run's record and in the request; Ellipsis where one of them has no such setting."""
-
-    there: Any
-    here: Any
+Values = tuple[Any, Any]
+"""A setting's value there, in a run's record, and here, in the request; Ellipsis where it has no such setting."""
 
 
 def differing(record: Mapping[str, Any], experiment: Experiment) -> dict[str, Values]:
-    """The settings in which a run's record and an experiment differ, by the names that `--set` knows.
-
-    One that changes nothing of what is trained is left out.
-    """
+    """The settings in which a run's record and an experiment train something else, by the names that `--set` knows."""
     there, here = (dotted(part) for part in (record.get("experiment") or {}, experiment.to_json()))
     if there:
         # The record may be older than a setting; the run then had the setting's default.
         later = {name: field.default for name, field in Experiment.model_fields.items() if name in here}
         there = later | there
     names = [name for name in [*here, *(there.keys() - here.keys())] if name != UNTRAINED]
-    values = {name: Values(there.get(name, ...), here.get(name, ...)) for name in names}
-    return {name: pair for name, pair in values.items() if pair.there != pair.here}
+    values = {name: (there.get(name, ...), here.get(name, ...)) for name in names}
+    return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
 
 
 def in_words(changes: Mapping[str, Values]) -> str:
@@ -61,10 +52,7 @@ def in_words(changes: Mapping[str, Values]) -> str:
 
 
 def refused_changes(changes: Mapping[str, Values]) -> str | None:
-    """The first of these differences that a fork may not have, in words; None where it may have them all.
-
-    `changes`: the value in the parent's record and the value now, by names that `--set` knows.
-    """
+    """The first of these differences that a fork may not have, in words; None where it may have them all."""
     for name, (there, here) in changes.items():
         if name in _STATE or name.partition(".")[0] in _ORDER:
             what = "what the optimizer's state means" if name in _STATE else "which samples come when"
@@ -79,10 +67,9 @@ def refused_changes(changes: Mapping[str, Values]) -> str | None:
 def find_resumable(request: Request, samples: int) -> RunDirectory | None:
     """The run that `--resume auto` means: the newest unfinished one of this experiment, or a finished one to extend.
 
-    `samples`: of the training data. Raises UserError (2) where a process works in the newest unfinished run of just
-    this experiment: it would be trained twice in silence. Raises UserError (3) where the newest unfinished run that
-    could be meant has other settings, and where a run has checkpoints but no record that says what it is: to start anew
-    would lose its work in silence.
+    Raises UserError (2) where a process works in that run, which would be trained twice in silence. Raises UserError
+    (3) where a run that could be meant has other settings, or checkpoints but no record that says what it is: to start
+    anew would lose its work in silence.
     """
     runs = _runs_of(request, partial(_refuse_unrecorded, request))
     unfinished = [directory for directory, record in runs if _is_unfinished(record, request)]
@@ -100,7 +87,7 @@ def find_resumable(request: Request, samples: int) -> RunDirectory | None:
             raise UserError(
                 f"--resume auto: {directory.path} is an unfinished run of {request.loaded.path.name} with "
                 f"{_in_words(record, request)}. To continue it: {_continue_it(directory, record, request)} "
-                f"To start anew: {_command(request, resume='never')}",
+                f"To start anew: {command_for(request, resume='never')}",
                 ExitCode.NO_CHECKPOINT,
             )
     return None
@@ -114,7 +101,7 @@ def _refuse_unrecorded(request: Request, directory: RunDirectory, problem: str) 
         f"--resume auto: {directory.path} has a checkpoint of step {found[0].step}, but no record that tells "
         f"whether it is the run to continue ({problem}). Bring its run.json back from a copy; or move the folder "
         f"away and begin with its weights: --init-from {found[0].path}; or leave it there and start anew: "
-        f"{_command(request, resume='never')}",
+        f"{command_for(request, resume='never')}",
         ExitCode.NO_CHECKPOINT,
     )
 
@@ -170,10 +157,7 @@ def require_continuable(directory: RunDirectory, request: Request, samples: int)
 
 
 def extends(record: Mapping[str, Any], request: Request, samples: int) -> bool:
-    """Whether the run is completed, and the request asks for more steps of it and for nothing else.
-
-    A run that a callback has ended early is extended by the same words, and by no less: not by the same length.
-    """
+    """Whether the run is completed, and the request asks for more steps of it and for nothing else."""
     experiment = request.loaded.experiment
     return (
         record.get("status") == "completed"
@@ -184,10 +168,7 @@ def extends(record: Mapping[str, Any], request: Request, samples: int) -> bool:
 
 
 def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
-    """Whether the run began with the weights that the request asks for (`--init-from`).
-
-    A request that names the run, but no weights, accepts those that the run began with. So with `--fork`.
-    """
+    """Whether the run began as the request asks (`--init-from`, `--fork`), or the request names it and does not ask."""
     if not _branches_alike(record, request):
         return False
     given = request.asked.init_from
@@ -196,12 +177,12 @@ def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
         return recorded is None or request.resume not in ("auto", "never")
     if recorded is None:
         return False
-    from ddp_core.record.initial_weights import find_weights
+    from ddp_core.record.weights import find_weights
 
     if recorded["given"] == given:
         # The weights may be of a run that is still trained, and so has newer ones by now.
-        return not is_there(Path(recorded["file"])) or find_weights(recorded["file"]).sha256 == recorded["sha256"]
-    return bool(find_weights(given).sha256 == recorded["sha256"])
+        return not is_there(Path(recorded["file"])) or find_weights(recorded["file"])["sha256"] == recorded["sha256"]
+    return bool(find_weights(given)["sha256"] == recorded["sha256"])
 
 
 def _branches_alike(record: Mapping[str, Any], request: Request) -> bool:
@@ -229,17 +210,15 @@ def _continue_it(directory: RunDirectory, record: Mapping[str, Any], request: Re
     """The command that continues the run, with the settings of its record instead of those of the request."""
     other = differing(record, request.loaded.experiment)
     kept = [text for text in request.asked.settings if text.partition("=")[0].strip() not in other]
-    theirs = [
-        shown(f"{name}={setting_text(values.there)}") for name, values in other.items() if values.there is not ...
-    ]
-    return _command(request, resume=str(directory.path), settings=(*kept, *theirs), init_from=None)
+    theirs = [shown(f"{name}={setting_text(there)}") for name, (there, _) in other.items() if there is not ...]
+    return command_for(request, resume=str(directory.path), settings=(*kept, *theirs), init_from=None)
 
 
 def _fork_it(directory: RunDirectory, record: Mapping[str, Any], request: Request) -> str:
     """The command that goes on from the run's checkpoint with the settings of the request; empty where none can."""
     if refused_changes(differing(record, request.loaded.experiment)) or not starts_alike(record, request):
         return ""
-    command = _command(request, resume="never", fork=str(directory.path))
+    command = command_for(request, resume="never", fork=str(directory.path))
     return f"To go on from its newest checkpoint with these settings, as a new run: {command} "
 
 
@@ -247,17 +226,7 @@ def _value(value: Any) -> str:
     return "none" if value is ... else repr(value)
 
 
-def continue_command(request: Request) -> str:
-    """The command that continues the request's run after it was stopped."""
-    return _command(request, resume="auto" if request.resume == "never" else request.resume)
-
-
-def accepting_command(directory: RunDirectory, request: Request) -> str:
-    """The command that continues the run with changed code."""
-    return _command(request, resume=str(directory.path), accept_changed_code=True)
-
-
-def _command(request: Request, **changes: Any) -> str:
+def command_for(request: Request, **changes: Any) -> str:
     """The request's command line with some fields changed, quoted for a shell and set in backticks."""
     asked = request.asked
     changes = {"faults": (), "accept_changed_code": False} | changes
@@ -273,13 +242,3 @@ def _command(request: Request, **changes: Any) -> str:
 def kept_length(record: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a record that say how long the run trains."""
     return {name: record["experiment"][name] for name in LENGTH}
-
-
-def recorded_weights(record: Mapping[str, Any]) -> InitialWeights | None:
-    """The initial weights that a record names (`--init-from`); None for random ones."""
-    found = record.get("init_from")
-    if found is None:
-        return None
-    from ddp_core.record.initial_weights import InitialWeights
-
-    return InitialWeights(found["given"], found["file"], found["sha256"])

@@ -72,8 +72,7 @@ def agreed_digest(
 ) -> DataDigest:
     """The digest of the data, the same on all ranks, of which rank 0 alone has the parts.
 
-    `found`: what this rank has read. `everyones`: the digests of all ranks without their parts, None where a rank has
-    read nothing. Raises UserError on every rank where a rank has other data.
+    The other two are as `read_on_each_node` returns them. Raises UserError on every rank where a rank has other data.
     """
     first = everyones[0]
     assert first is not None
@@ -93,8 +92,8 @@ def agreed_digest(
 def keep_digest(directory: Path, before: Mapping[str, Any], digest: DataDigest) -> dict[str, Any]:
     """The fields of run.json that tell of the data; writes data.json where the digest has parts. Raises UserError (4).
 
-    `before`: run.json as it was, empty for a new run. Data that were the same then are told of as then, since a rank
-    need not have the parts of their digest; and what is random stays so.
+    Data that were the same `before`, in an earlier run.json, are told of as then, since a rank need not have the parts
+    of their digest; and what is random stays so.
     """
     if before and "data" in before and before["data_sha256"] in (None, digest.sha256):
         return {name: before[name] for name in fields_of(digest)}

@@ -33,21 +33,15 @@ def shown_record(record: RecordedRun) -> RecordedRun:
     return cast(RecordedRun, {**shown_in({**record, "experiment": None}), "experiment": record["experiment"]})
 
 
-def _ignore(directory: RunDirectory, problem: str) -> None:
-    pass
-
-
 class RunDirectory:
     """One run's directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
-        """The folder of the checkpoints."""
         self.metrics = path / "metrics.jsonl"
-        """The file of metrics, one JSON object per line."""
         self.log = path / "log.txt"
-        """The file of the lines printed for the user."""
+        """The lines that were printed for the user."""
 
     @classmethod
     def create(cls, output: Path, experiment: Experiment, layout: Layout) -> RunDirectory:
@@ -78,10 +72,7 @@ class RunDirectory:
         raise UserError(f"{self.path} is not a run directory: it has no readable run.json ({reason})")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Replace run.json in one move: a reader sees the old file or the new one, also after a power cut.
-
-        Raises UserError (4).
-        """
+        """Replace run.json in one move: a reader sees the old file or the new one, also after a power cut."""
         try:
             replace_file(self.path / "run.json", json_text(record, indent=1) + "\n", durable=True)
         except OSError as error:
@@ -98,7 +89,7 @@ class RunDirectory:
 
 
 def find_runs(
-    place: Path, on_bad: Callable[[RunDirectory, str], None] = _ignore
+    place: Path, on_bad: Callable[[RunDirectory, str], None] | None = None
 ) -> Iterator[tuple[RunDirectory, RecordedRun]]:
     """Every readable run at or below `place`, with its record, oldest first.
 
@@ -114,7 +105,8 @@ def find_runs(
         try:
             found.append((directory, directory.read()))
         except UserError as error:
-            on_bad(directory, str(error))
+            if on_bad is not None:
+                on_bad(directory, str(error))
     yield from sorted(found, key=lambda pair: pair[1]["started_at"])
 
 
@@ -127,11 +119,8 @@ def find_launch(
     output: Path,
     experiment: Experiment,
     launch_id: str,
-    on_bad: Callable[[RunDirectory, str], None] = _ignore,
+    on_bad: Callable[[RunDirectory, str], None] | None = None,
 ) -> RunDirectory | None:
-    """The run that an earlier round of the same launch has begun or finished; None if there is none.
-
-    `on_bad`: as for `find_runs`.
-    """
+    """The run that an earlier round of the same launch has begun or finished; None if there is none."""
     runs = list(find_runs(output / experiment.name, on_bad))
     return next((directory for directory, record in reversed(runs) if record["launch_id"] == launch_id), None)

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from ddp_core.base.beneath import NotAFile, open_beneath, open_file
 from ddp_core.base.documents import BadDocument, Count, read_document
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import UserError
 from ddp_core.base.files import take_lock
 from ddp_core.base.refusals import refused
 from ddp_core.base.shown import shown_in
@@ -45,25 +45,16 @@ class RunLock:
 
     def acquire(self) -> Self:
         """Take the lock. Raises UserError (2), naming the holder, within a second, or (4) if it cannot be written."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = open_beneath(self.path, os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            raise refused(error, self.path) from error
-        try:
-            taken = take_lock(descriptor, patience=_PATIENCE_SECONDS)
-        except OSError as error:
-            os.close(descriptor)
-            raise refused(error, self.path) from error
-        if not taken:
-            os.close(descriptor)
-            raise _in_use(self.path)
-        self._descriptor = descriptor
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         content = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}) + "\n"
         try:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, content.encode(), 0)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = open_beneath(self.path, os.O_RDWR | os.O_CREAT)
+            if not take_lock(self._descriptor, patience=_PATIENCE_SECONDS):
+                self.release()
+                raise _in_use(self.path)
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, content.encode(), 0)
         except OSError as error:
             self.release()
             raise refused(error, self.path) from error
@@ -86,10 +77,7 @@ class RunLock:
 
 
 def is_held(directory: str | Path, patience: float | None = None) -> bool:
-    """Whether some process, on this host or in another container, runs in `directory`.
-
-    Returning True takes `patience` seconds, by default half a second.
-    """
+    """Whether a process, on this host or in another container, runs in `directory`; True takes `patience` seconds."""
     try:
         file = open_file(Path(directory) / _NAME)
     except (FileNotFoundError, NotAFile):
@@ -105,7 +93,7 @@ def require_unlocked(directory: Path) -> None:
     """
     path = directory / _NAME
     holder = _holder(path)
-    lives_here = holder is not None and holder[0] == socket.gethostname() and state_of(holder[1]) != "gone"
+    lives_here = holder and holder["host"] == socket.gethostname() and state_of(holder["pid"]) != "gone"
     if is_held(directory, 0.0 if lives_here else _PATIENCE_SECONDS):
         raise _in_use(path)
 
@@ -113,12 +101,8 @@ def require_unlocked(directory: Path) -> None:
 def _in_use(path: Path) -> UserError:
     who = "a process that has not written its name yet"
     if (holder := _holder(path)) is not None:
-        host, pid, since = holder
-        who = f"process {pid} on {host}, since {since}"
-    return UserError(
-        f"another run is using {path.parent}: {who}; wait for it, stop it, or give another directory",
-        ExitCode.BAD_INPUT,
-    )
+        who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
+    return UserError(f"another run is using {path.parent}: {who}; wait for it, stop it, or give another directory")
 
 
 class _Holder(TypedDict):
@@ -127,11 +111,11 @@ class _Holder(TypedDict):
     since: str
 
 
-def _holder(path: Path) -> tuple[str, int, str] | None:
-    """The holder's host, its process number, and since when; None where it has not written them yet."""
+def _holder(path: Path) -> _Holder | None:
+    """Who holds the lock; None where it has not written its name yet."""
     try:
-        content = shown_in(read_document(path, _Holder))
-        return content["host"], content["pid"], content["since"]
+        holder: _Holder = shown_in(read_document(path, _Holder))
+        return holder
     except (OSError, BadDocument):
         return None
 

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.guarded import broken_promise
+from ddp_core.record.recorded import broken_promise
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +46,7 @@ class Run:
     @property
     def status(self) -> str:
         """`running`, `completed`, `stopped` or `failed`. A run that was killed still says `running`."""
-        status: str = self.record["status"]
-        return status
+        return self._directory.read()["status"]
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -55,8 +54,7 @@ class Run:
 
         Empty until the run has come to its end. `seconds` are seconds, names that end in `_bytes` count bytes.
         """
-        figures: dict[str, Any] = self.record["result"]
-        return figures
+        return dict(self.record["result"])
 
     @property
     def digest(self) -> str | None:
@@ -64,8 +62,7 @@ class Run:
 
         Two runs with the same digest have the same weights, bit for bit.
         """
-        digest: str | None = self.record["weights_sha256"]
-        return digest
+        return self._directory.read()["weights_sha256"]
 
     @property
     def ended_early(self) -> dict[str, Any] | None:

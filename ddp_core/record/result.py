@@ -43,10 +43,7 @@ class Ends:
 
 
 def gather_ends(trainer: Trainer, speed: dict[str, float], usage: RankTotals) -> Ends:
-    """Gather from all ranks what they ended with; `speed` and `usage` are this rank's.
-
-    Raises UserError on every rank where the weights of ranks differ, unless the guard goes on.
-    """
+    """Gather from all ranks what they ended with. Raises UserError where weights differ, unless the guard goes on."""
     collectives, state = trainer.job.collectives, trainer.state
     world = collectives.world
     average = None if state.average is None else weights_digest(state.average.module.state_dict())
@@ -66,10 +63,7 @@ def gather_ends(trainer: Trainer, speed: dict[str, float], usage: RankTotals) ->
 
 
 def result_of(trainer: Trainer, weights: Mapping[str, Any], metrics: Path, seconds: float) -> dict[str, Any]:
-    """The figures for the run's record, with the parameters' values where there are at most 16.
-
-    `weights` is the model's state dict, `seconds` how long the run took.
-    """
+    """The figures for the run's record, with the parameters' values where there are at most 16."""
     state, parameters = trainer.state, dict(trainer.state.model.named_parameters())
     count = sum(parameter.numel() for parameter in parameters.values())
     told = (record.get("data_wait") for record in each_record(metrics, "step"))

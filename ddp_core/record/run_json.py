@@ -38,21 +38,17 @@ class RecordedExperiment(TypedDict):
 
 
 class AttemptLayout(TypedDict):
-    """The layout of an attempt."""
-
     kind: LayoutKind
     device: DeviceType
     nnodes: _Positive
     nproc_per_node: _Positive
     shard: NotRequired[ShardMode]
-    dealt: NotRequired[list[_Positive] | Literal["auto"] | None]
 
 
 class RecordedLayout(AttemptLayout):
     """The layout of the newest attempt, as tables show it."""
 
     label: str
-    description: NotRequired[str]
 
 
 class RecordedOptions(TypedDict):
@@ -79,23 +75,31 @@ class RecordedSource(TypedDict):
 
 
 class RecordedWeights(TypedDict):
-    """The initial weights."""
-
     given: FilePath
+    """The words after `--init-from`."""
     file: FilePath
+    """The file that these words mean, as an absolute path."""
     sha256: str
+    """The digest of the weights, made as `weights_sha256` is."""
 
 
 class RecordedFork(TypedDict):
     """Where the run has branched off."""
 
     given: FilePath
+    """The words after `--fork`."""
     run: FilePath
+    """The parent's directory, an absolute path."""
     step: _Positive
+    """The step of its checkpoint."""
     checkpoint_sha256: str
+    """The digest of the checkpoint's manifest, which names the digests of its files."""
     weights_sha256: str
+    """The digest of the weights in it, made as the `weights_sha256` of a run is."""
     experiment_sha256: str
+    """The digest of the experiment that had trained these weights."""
     hyperparameters: list[str]
+    """The optimizer's settings that differ from the parent's, beside the rate, which the schedule sets."""
 
 
 class RecordedGuard(TypedDict):
@@ -103,7 +107,6 @@ class RecordedGuard(TypedDict):
 
     mode: NotRequired[str]
     rehearsal: NotRequired[str | None]
-    witness: NotRequired[str | None]
     seconds: NotRequired[dict[str, float]]
 
 
@@ -120,8 +123,6 @@ class RecordedAttempt(TypedDict):
 
     layout: AttemptLayout
     started_at: str
-    restart_count: Count
-    membership: NotRequired[Count]
     experiment_sha256: NotRequired[str]
     source: NotRequired[FilePath]
     source_diff_sha256: NotRequired[str]
@@ -162,7 +163,6 @@ class RecordedFinding(TypedDict):
 
     step: Count
     what: str
-    attempt: NotRequired[Count]
 
 
 class RecordedEarlyEnd(TypedDict):
@@ -189,8 +189,6 @@ class RecordedKept(TypedDict):
 
 
 class RecordedCode(TypedDict):
-    """The version of ddp_core."""
-
     version: str | None
     commit: str | None
     dirty: NotRequired[bool | None]
@@ -204,7 +202,6 @@ class RecordedEnvironment(TypedDict):
     code: RecordedCode
     cpu: NotRequired[str | None]
     cores: NotRequired[_Positive | None]
-    memory_bytes: NotRequired[Count | None]
     host: NotRequired[str]
 
 
@@ -224,13 +221,11 @@ class RecordedRun(TypedDict):
     options: RecordedOptions
     command: str | None
     launch_id: str | None
-    steps_per_epoch: NotRequired[_Positive]
     total_steps: NotRequired[_Positive]
     status: Literal["running", "completed", "stopped", "failed"]
     exit_code: int | None
     message: str | None
     started_at: str
-    finished_at: str | None
     attempts: Annotated[list[RecordedAttempt], Field(min_length=1)]
     data_sha256: str | None
     data: NotRequired[RecordedData]

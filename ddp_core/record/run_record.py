@@ -8,13 +8,12 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_core.base.beneath import read_file
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file
-from ddp_core.base.silent_ends import no_silent_end
-from ddp_core.base.user_code import no_way_out
+from ddp_core.base.user_code import no_silent_end, no_way_out
 from ddp_core.checkpoint import Fence, Superseded
 from ddp_core.data.data_digest import DataDigest
 from ddp_core.distributed.process_group import Collectives
@@ -24,19 +23,15 @@ from ddp_core.experiment.request import Request
 from ddp_core.experiment.source import FOLDER, Source, collect
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
-from ddp_core.record.continuing import continue_command
+from ddp_core.record.continuing import command_for
 from ddp_core.record.data import keep_digest
 from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
-from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import describe_environment
-from ddp_core.record.guarded import broken_promise, not_promised
+from ddp_core.record.recorded import broken_promise, how_it_ended, not_promised
 from ddp_core.record.result import early_end, gather_ends, result_of, save_weights, summary
+from ddp_core.record.run_json import RecordedFork, RecordedWeights
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.train_state import TrainState
-
-if TYPE_CHECKING:
-    from ddp_core.record.forking import Fork
-    from ddp_core.record.initial_weights import InitialWeights
 
 _ENDED = "this rank ended with exit code"
 """Begins the last line of a rank's `error-rank-N.txt`."""
@@ -50,9 +45,9 @@ class Origin:
     data: DataDigest
     fingerprint: Mapping[str, Any]
     """What the bits depend on, on all ranks."""
-    weights: InitialWeights | None = None
+    weights: RecordedWeights | None = None
     """The initial weights; None for random ones, drawn from the experiment's seed."""
-    fork: Fork | None = None
+    fork: RecordedFork | None = None
     """Where the run branches off; None for one that begins at step 0, and for one that is continued."""
 
 
@@ -123,7 +118,7 @@ class RunRecord:
         if origin.fork is not None and not before:
             from ddp_core.record.changes import of_fork, unlike_before
 
-            parent = RunDirectory(Path(origin.fork.run)).read()
+            parent = RunDirectory(Path(origin.fork["run"])).read()
             self.notes += of_fork(origin.fork, parent, request, self.fingerprint)
             is_unlike = bool(unlike_before(self.fingerprint, parent["fingerprint"]))
         data = keep_digest(self.directory.path, before, origin.data)
@@ -145,8 +140,8 @@ class RunRecord:
                 "question": loaded.question,
                 "settings": list(request.asked.settings),
                 "source": source,
-                "init_from": origin.weights.to_json() if origin.weights is not None else None,
-                "forked_from": origin.fork.to_json() if parent and origin.fork else before.get("forked_from"),
+                "init_from": origin.weights,
+                "forked_from": origin.fork if parent else before.get("forked_from"),
                 "layout": request.layout.model_dump()
                 | {"label": request.layout.label, "description": request.layout.description},
                 "options": request.options.model_dump(),
@@ -175,11 +170,6 @@ class RunRecord:
         )
         return Begun(len(before.get("attempts", [])), self.fence.token, None if kept is None else kept["every"])
 
-    @property
-    def is_random(self) -> bool:
-        """Whether the data are known to differ from one read to the next; the same on every rank of a new run."""
-        return self.origin.data.sha256 is None
-
     @contextlib.contextmanager
     def outcome(self) -> Iterator[None]:
         """Record how the run ended; a failed collective becomes PeersLost, which names the lost ranks."""
@@ -189,7 +179,8 @@ class RunRecord:
         except Regroup:
             raise  # the run goes on
         except Stopped as stopped:
-            told = Stopped(stopped.reason, stopped.step, continue_command(self.request))
+            resume = "auto" if self.request.resume == "never" else self.request.resume
+            told = Stopped(stopped.reason, stopped.step, command_for(self.request, resume=resume))
             self._end("stopped", ExitCode.STOPPED, str(told))
             raise told from None
         except UserError as error:
@@ -285,15 +276,12 @@ class RunRecord:
                 if self.directory.read().get("promise_broken") is None:  # the first finding counts
                     self.directory.update(promise_broken={"step": step, "what": what, "attempt": self.begun.attempt})
 
-    def finish(self, trainer: Trainer, speed: dict[str, float]) -> dict[str, Any] | None:
-        """Write result, digests and the final weights; returns the result on rank 0, None on the others.
-
-        `speed` is this rank's, from its heartbeat.
-        """
+    def finish(self, trainer: Trainer, speed: dict[str, float]) -> None:
+        """Gather how all ranks ended, and write result, digests and the final weights (rank 0)."""
         job = trainer.job
         end = gather_ends(trainer, speed, self.usage.totals())
         if not self.world.is_first:
-            return None
+            return
         assert self.fence is not None
         result = result_of(trainer, end.state, self.directory.metrics, time.monotonic() - self._began) | end.usage
         # Before run.json: a record that says "completed" has its weights, whenever the power goes.
@@ -312,13 +300,12 @@ class RunRecord:
             )
         if end.slowest is not None:
             job.console.say(end.slowest)
-        if (words := how_it_ended(early)) is not None:
+        if (words := how_it_ended({"ended_early": early})) is not None:
             job.console.say(words)
         job.console.say(f"done: {summary(result)}")
         job.console.say(f"weights sha256 {end.weights}")
         if (broken := broken_promise(self.directory.read())) is not None:
             job.console.warn(f"{broken}: these weights are not promised to come out again, on this layout or another")
-        return result
 
 
 def _utc(moment: float) -> str:

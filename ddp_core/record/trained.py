@@ -1,4 +1,4 @@
-"""The weights that a run, a checkpoint of one, or a bundle has; and the run's own model with these weights in it.
+"""The weights of a run, a checkpoint of one, or a bundle; the run's own model with them in it; and a file of them.
 
 Nothing is believed before it was hashed: a checkpoint is compared with its manifest and with the digest that the run
 recorded at that step, final weights with the digest in run.json, and the code that builds the model with those of its
@@ -8,39 +8,35 @@ files.
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ddp_core.base.digests import weights_digest
-from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.files import is_there
+from ddp_core.base.errors import ExitCode, UserError, first_line
+from ddp_core.base.files import is_there, make_directory, sync
+from ddp_core.base.refusals import refusal, refused
 from ddp_core.base.seeds import generators_kept
 from ddp_core.base.torch_internals import uncompiled
-from ddp_core.checkpoint import (
-    Checkpoint,
-    best_checkpoint,
-    find_checkpoints,
-    load,
-    newest_valid,
-    read_checkpoint,
-)
+from ddp_core.checkpoint import Checkpoint, best_checkpoint, find_checkpoints, load, newest_valid, read_checkpoint
 from ddp_core.distributed.reports import tell_user
 from ddp_core.experiment.file import LoadedExperiment, Served, load_experiment
 from ddp_core.experiment.fresh_model import lazy_parts
 from ddp_core.experiment.kept_source import kept_modules, read_source
 from ddp_core.experiment.request import build_model
 from ddp_core.observe.metrics import read_metrics
+from ddp_core.record.bundles import Place, place_named
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.initial_weights import fill
-from ddp_core.record.places import Place, place_named
 from ddp_core.record.recorded import recorded_experiment, require_source
 from ddp_core.record.run_json import RecordedRun
-from ddp_core.record.weights import AVERAGED_WEIGHTS, WEIGHTS, final_weights
+from ddp_core.record.weights import AVERAGED_WEIGHTS, WEIGHTS, fill, final_weights
 
 At = int | Literal["final", "newest", "best"]
 """Which weights of a run: those of a step, the final ones, or those of its newest or best checkpoint."""
@@ -50,6 +46,8 @@ Choice = Literal["auto", "trained", "averaged"]
 """A kind; `auto`: where the run keeps an average, the kind that its last evaluation found better."""
 _AVERAGE_OF = "module."
 """How the names of weights begin in the state of an average."""
+FILES = {"safetensors": "model.safetensors", "torch": "model.pt"}
+"""The file's name by its format, the word after `--to`."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +114,7 @@ class TrainedWeights:
 
     @contextmanager
     def experiment(self) -> Iterator[LoadedExperiment]:
-        """The recorded experiment with the code that the run has kept; its modules are imported within the block.
-
-        Raises UserError where that code was changed.
-        """
+        """The recorded experiment with the code that the run has kept; its modules are imported within the block."""
         require_source(self.run.path, self.record)
         source = self.record["source"]
         read_source(self.run.path, source)
@@ -145,10 +140,7 @@ class TrainedWeights:
 
 
 def weights_at(place: Place, at: At) -> TrainedWeights:
-    """The weights of a run, or of the one checkpoint that was named.
-
-    Raises UserError where `at` is not of that checkpoint, and (3) for a run without such a checkpoint.
-    """
+    """The weights of a run, or of the one checkpoint that was named. Raises UserError, (3) without a checkpoint."""
     run, record = place.run, place.run.read()
     if place.checkpoint is not None:
         checkpoint = read_checkpoint(place.checkpoint)
@@ -218,3 +210,81 @@ def load_model(
             if why is not None:
                 tell_user(f'{kind} weights of step {found.step}: {why}; weights="trained" or "averaged" chooses')
             return found.model(loaded, states.by_kind[kind], device)
+
+
+def export(place: Place, to: str, target: Path | None, at: At = "final", weights: Choice = "auto") -> Path:
+    """Write weights of a run into a new folder `target`, or one named by the experiment, the run and the format `to`.
+
+    Prints what was written, and returns the file. Raises UserError where the format cannot hold these weights, (3)
+    where they are not those of the run, and (4) where nothing can be written.
+    """
+    found = weights_at(place, at)
+    name = found.record["experiment"]["name"]
+    target = target or Path(f"{name}-{place.name}-{to}")
+    if is_there(target):
+        raise UserError(f"{target} exists, and nothing is written over; name another folder with --out DIR")
+    if target.resolve().is_relative_to(found.run.path.resolve()):
+        raise UserError(f"{target} lies in the run's own directory; name a folder elsewhere with --out DIR")
+    with found.experiment() as loaded:
+        states = found.read()
+        kind, why = states.choose(weights, found.place)
+        state: dict[str, Tensor] = found.model(loaded, states.by_kind[kind], "cpu").state_dict()
+    metadata = {
+        "format": "pt",
+        "digest": weights_digest(state),
+        "experiment": name,
+        "experiment_sha256": found.record["experiment_sha256"],
+        "run": place.name,
+        "step": str(found.step),
+        "weights": kind,
+    }
+    _write(target, to, state, metadata)
+    file = target / FILES[to]
+    if why is not None:
+        print(f"note: {kind} weights: {why}; --weights chooses")
+    print(f"{file}: {file.stat().st_size:,} bytes")
+    print(f"weights sha256 {metadata['digest']}")
+    return file
+
+
+def _write(target: Path, to: str, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write the folder under a name of its own, and rename it."""
+    new = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        make_directory(target.absolute().parent)
+        new.mkdir()
+        file = new / FILES[to]
+        save(file, to, state, metadata)
+        file.chmod(new.stat().st_mode & 0o666)  # safetensors lets nobody else read what it writes
+        sync(file)
+        sync(new)
+        if is_there(target):
+            raise UserError(f"{target} was made meanwhile, and nothing is written over; export again")
+        new.rename(target)
+        sync(target.absolute().parent)
+    except OSError as error:
+        raise refused(error, target) from None
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def save(file: Path, to: str, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write one file. Raises OSError, and UserError where the format cannot hold these weights."""
+    try:
+        if to == "torch":
+            torch.save(dict(state), file)
+        else:
+            from safetensors.torch import save_file
+
+            # Each name has a tensor of its own: the format refuses shared memory, and load_state_dict wants every name.
+            own = {name: tensor.detach().contiguous().clone() for name, tensor in state.items()}
+            save_file(own, file, dict(metadata))
+    except OSError:
+        raise
+    except Exception as error:
+        if (known := refusal(error)) is not None:
+            raise known from error
+        reason = first_line(error)
+        raise UserError(
+            f"--to {to} cannot hold these weights ({type(error).__name__}: {reason}); --to torch holds any"
+        ) from error

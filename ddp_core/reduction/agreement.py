@@ -15,12 +15,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.digests import fast_digest, first_difference
+from ddp_core.base.errors import UserError
 
 from .communication import Channel
 from .flat import Gradients
-from .refusal import OtherWeights
 
 Given = TypeVar("Given")
+
+
+class OtherWeights(UserError, ValueError):
+    """Ranks that should train one model have other weights."""
 
 
 def refuse_unfit_shares(shares: object, micro_batches: int, world_size: int) -> None:

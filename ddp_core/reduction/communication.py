@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_core.base.parting import let_go
+from ddp_core.base.process import let_go
 from ddp_core.base.torch_internals import timeout_of
 
-from .backends import carries_host_memory
+from .exchange import carries_host_memory
 from .ordered_sum import OrderedSum
 
 Transfer = Generator[None, None, Tensor]
@@ -180,7 +180,7 @@ class Channel:
         several = group is not None and group.size() > 1
         self.group = own_group(group, device, timeout) if group is not None and several else None
         self.device = device
-        self.ordered_sum = OrderedSum(self.group, nodes, parts)
+        self._use(OrderedSum(self.group, nodes, parts))
         self.closed = False
         if threads is None:
             threads = OrderedSum.PHASES if self.ordered_sum.groups else 1
@@ -190,6 +190,11 @@ class Channel:
         self.threads = threads
         """So many transfers are under way at a time."""
         self._threads = CommunicationThreads("exact-reduction", threads, device) if several else None
+
+    def _use(self, ordered_sum: OrderedSum) -> None:
+        self.ordered_sum = ordered_sum
+        self.by_parts = ordered_sum.parts_on(self.device)
+        """How tensors on the device are summed of which each rank gets its part."""
 
     @property
     def error(self) -> Exception | None:
@@ -213,10 +218,6 @@ class Channel:
 
     def sum(self, own: Sequence[Tensor], out: Tensor, micro_batches: int) -> None:
         """Sum flat tensors over ranks, as OrderedSum does; wait for it."""
-        if self._threads is None:
-            with torch.no_grad():
-                self.ordered_sum(own, out, micro_batches)
-            return
 
         def transfer() -> Transfer:
             yield from self.ordered_sum.phases(own, out, micro_batches)
@@ -257,7 +258,8 @@ class Channel:
         if (self._threads is None or self._threads.close()) and self.group is not None and dist.is_initialized():
             last: list[object] = [self.group]
             dist.destroy_process_group(self.group)
-            self.group, self.ordered_sum = None, OrderedSum(None)
+            self.group = None
+            self._use(OrderedSum(None))
             if not waits and self.device.type == "cpu":
                 let_go(last)
 
@@ -272,7 +274,7 @@ def _future_on(device: torch.device) -> torch.futures.Future[Tensor]:
     return torch.futures.Future(devices=[] if device.type == "cpu" else [device])
 
 
-def own_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> dist.ProcessGroup:
+def own_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """A process group of the same ranks for the communication thread alone: two threads' collectives must not mix."""
     ranks = dist.get_process_group_ranks(group)
     own = dist.new_group(

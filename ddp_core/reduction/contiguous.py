@@ -20,7 +20,7 @@ from ddp_core.base.torch_internals import foreach_copy_, keep_static_graph_from_
 from ddp_core.base.user_code import our_code
 
 from .communication import Channel, Transfer
-from .flat import Gradients, fill_, flat_groups, scale_gradients_, views_of
+from .flat import Gradients, flat_groups, laid_out, views_of
 from .tree import GradientTree, Subtree, add_, are_siblings
 
 
@@ -39,11 +39,9 @@ class ContiguousShares:
             ddp.register_comm_hook(self._hook, our_code(_reduce_bucket))
 
     def share(self, micro_batches: int) -> range:
-        """The micro-batches of a step that this rank computes, in order."""
         return share_of(micro_batches, self._rank, self._dealt or self._world_size)
 
     def begin(self, micro_batches: int) -> None:
-        """Start a step."""
         # torch miscounts the backwards of a static graph under no_sync and then reduces too early or never
         # (https://github.com/pytorch/pytorch/pull/187732). Where it looks for unused parameters, it insists that a
         # gradient from under no_sync is still there.
@@ -62,7 +60,6 @@ class ContiguousShares:
 
     @contextlib.contextmanager
     def backward(self, index: int) -> Iterator[None]:
-        """Run forward and backward of micro-batch `index` inside."""
         silence: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._overlapped and index == self._tree.span.stop - 1:
             self._hook.tree = self._tree
@@ -77,7 +74,6 @@ class ContiguousShares:
             self._hook.tree = None
 
     def push(self, statistics: Tensor) -> None:
-        """Take the gradients of the micro-batch that was run, and its batch-norm statistics."""
         if self._overlapped and self._tree.next_leaf == self._tree.span.stop - 1:
             self._tree.next_leaf += 1
         else:
@@ -87,8 +83,7 @@ class ContiguousShares:
         if statistics.numel():
             self._statistics.push([statistics])
 
-    def finish(self, statistics: Tensor, scale: float) -> None:
-        """Set every `.grad` to the sum over all micro-batches times `scale`, and `statistics` to theirs."""
+    def finish(self, statistics: Tensor) -> None:
         if not self._overlapped:
             self._sum_all()
             if self._can_overlap and self._all_used is None:
@@ -111,7 +106,6 @@ class ContiguousShares:
         if statistics.numel():
             own = [tensor for subtree in self._statistics.subtrees for tensor in subtree.tensors if tensor is not None]
             self._channel.sum(own, statistics, self._tree.leaves)
-        scale_gradients_(self._gradients.parameters, scale)
 
     def _require_gradients(self) -> None:
         """Raise RuntimeError on all ranks for a parameter that no rank has a gradient for.
@@ -153,12 +147,10 @@ class ContiguousShares:
             parameters[position].grad = gradients[-1]
         for group in flat_groups(gradients):
             sums = [gradients[member] for member in group]
-            own = [_flatten([subtree.tensors[present[member]] for member in group], sums) for subtree in subtrees]
-            out = own[-1] if own else torch.cat([gradient.reshape(-1) for gradient in sums])
+            own = [laid_out([subtree.tensors[present[member]] for member in group], sums) for subtree in subtrees]
+            out = own[-1] if own else laid_out(sums, sums)
             self._channel.sum(own, out, self._tree.leaves)
-            sizes = [gradient.numel() for gradient in sums]
-            parts = [part.view(g.shape) for part, g in zip(torch.split(out, sizes), sums, strict=True)]
-            foreach_copy_(sums, parts)
+            foreach_copy_(sums, views_of(out, sums))
 
     def _used_anywhere(self, subtrees: Sequence[Subtree]) -> list[int]:
         """For each parameter, 1 if any micro-batch of any rank has a gradient for it, else 0."""
@@ -229,18 +221,4 @@ def _fold_into_bucket(
         left = stack.pop()
         add_(last.tensors, [left.tensors[position] for position in positions])
         last.span = left.span._replace(stop=last.span.stop)
-    own = []
-    for subtree in stack:
-        flat = torch.empty_like(buffer)
-        fill_(views_of(flat, parameters), [subtree.tensors[position] for position in positions])
-        own.append(flat)
-    return [*own, buffer]
-
-
-def _flatten(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    return torch.cat(
-        [
-            (torch.full_like(shape, -0.0) if tensor is None else tensor).reshape(-1)
-            for tensor, shape in zip(tensors, like, strict=True)
-        ]
-    )
+    return [*(laid_out([each.tensors[position] for position in positions], parameters) for each in stack), buffer]

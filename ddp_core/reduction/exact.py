@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Literal, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from .agreement import (
 from .batch_statistics import BatchStatistics
 from .communication import Channel
 from .contiguous import ContiguousShares
-from .flat import Gradients
+from .flat import Gradients, scale_gradients_
 from .norm import clip_gradients_, gradient_norm
 from .strided import StridedShares
 from .watching import ForeignBuffers, TrainedParameters, WrittenParameters
@@ -45,8 +45,8 @@ class Shares(Protocol):
     def push(self, statistics: Tensor) -> None:
         """Take the gradients of the micro-batch that was run, and its batch-norm statistics."""
 
-    def finish(self, statistics: Tensor, scale: float) -> None:
-        """Set `statistics` to the sum over all micro-batches, and every `.grad` to theirs times `scale`."""
+    def finish(self, statistics: Tensor) -> None:
+        """Set `statistics`, and every `.grad`, to the sum over all micro-batches."""
 
     def close(self) -> None:
         """Leave DDP or the parameters as they were."""
@@ -71,7 +71,7 @@ class OwnShares(Shares, Protocol):
         """The norm of the whole gradient, as `gradient_norm` has it; a collective."""
 
 
-class ExactReduction:
+class ExactReduction(contextlib.AbstractContextManager["ExactReduction"]):
     """Sums the gradients of `micro_batches` micro-batches in the canonical tree, on one process or many.
 
     `module` is a DistributedDataParallel (a communication hook is registered once and for all, and the exchange
@@ -198,7 +198,7 @@ class ExactReduction:
         self._shares.begin(micro_batches)
         self.share = self._shares.share(micro_batches)
         self._has_begun, self._run = True, 0
-        for parameter in self._gradients.parameters:
+        for parameter in itertools.chain(self._gradients.parameters, self._reduced):
             parameter.grad = None
         self._statistics.begin()
         self._foreign.begin(self._statistics.layers)
@@ -242,7 +242,8 @@ class ExactReduction:
         self._trained.refuse_changes()
         self._foreign.refuse_changed()
         total = self._statistics.zeros()
-        self._shares.finish(total, scale)
+        self._shares.finish(total)
+        scale_gradients_(self._reduced, scale)
         if self.compares_updates and self._to_compare is not None:
             require_equal_scale(self._channel, scale, self._steps)
         self._statistics.finish(total)
@@ -276,10 +277,5 @@ class ExactReduction:
         self._shares.close()
         self._channel.close(waits)
 
-    def __enter__(self) -> ExactReduction:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

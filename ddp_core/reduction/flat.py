@@ -55,14 +55,10 @@ class Gradients:
 
 
 def scale_gradients_(parameters: Iterable[Tensor], factor: float) -> None:
-    """Multiply every `.grad` by `factor`."""
-    scale_([parameter.grad for parameter in parameters if parameter.grad is not None], factor)
-
-
-def scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply every tensor by `factor`, with `foreach_mul_` alone: in bfloat16, `Tensor.mul_` has other bits."""
-    if factor != 1.0 and tensors:
-        foreach_mul_(tensors, factor)
+    """Multiply every `.grad` by `factor`, with `foreach_mul_` alone: in bfloat16, `Tensor.mul_` has other bits."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if factor != 1.0 and gradients:
+        foreach_mul_(gradients, factor)
 
 
 def flat_groups(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -113,6 +109,13 @@ def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
 def _has_no_gaps(tensor: Tensor) -> bool:
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     return sum((size - 1) * stride for size, stride in strides) + 1 == tensor.numel()
+
+
+def laid_out(gradients: Iterable[Tensor | None], like: Sequence[Tensor]) -> Tensor:
+    """The gradients end to end in a flat tensor of their own, each in the memory order of its place in `like`."""
+    flat = like[0].new_empty(sum(map(Tensor.numel, like)))
+    fill_(views_of(flat, like), gradients)
+    return flat
 
 
 def fill_(views: Sequence[Tensor], gradients: Iterable[Tensor | None]) -> None:

@@ -1,54 +1,41 @@
 """Sums of which each rank gets a part of its own, and the way back: all ranks' parts for every rank.
 
-Where each rank owns a part of the parameters, it needs its part of a sum alone. Where ranks exchange after every
-backward (`round_sum`), each keeps its part of the partial sums. In one level every rank sends each other its part. The
-ranks of a node share its link, so that p of W ranks send p * (W - p) / W * N elements out of their node for each of
-their subtrees. In two levels (n - 1) / n * N leave each of n nodes where the node's subtrees add up to one:
+Where all ranks need the whole sum, both ways follow each other (`ordered_sum`). Where each rank owns a part of the
+parameters, it needs its part of a sum alone. Where ranks exchange after every backward (`strided`), each keeps its
+part of the partial sums. In one level every rank sends each other its part. The ranks of a node share its link, so that
+p of W ranks send p * (W - p) / W * N elements out of their node for each of their subtrees. In two levels
+(n - 1) / n * N leave each of n nodes, as with a ring, where the node's subtrees add up to one. With p ranks on every
+node, a rank then sends p + n - 2 messages, not W - 1:
 
 1. For every rank of another node, the rank with its position on this node is its *deputy*, and adds up what this node
    can add alone of that rank's part. Every rank sends its neighbours the parts of those whose deputies they are.
-2. Every deputy sends these sums to the ranks that they are for, which add up what comes from all nodes.
+2. Every deputy sends these sums to the ranks that they are for, its *lane*, which add up what comes from all nodes.
 
 The way back is the same in reverse: a rank sends its part to its deputy on each node, and that to its neighbours. So
-(n - 1) / n * N leave a node there too. Nodes with unlike numbers of ranks, and gloo's way through host memory, have one
-level.
+(n - 1) / n * N leave a node there too. Between two nodes of one subtree each, ranks of a lane add up all its parts:
+that sends no more, and nothing is left to send back. Nodes with unlike numbers of ranks have one level.
+
+Reduction in levels is that of hierarchical all-reduces (Jia et al., Highly scalable deep learning training system,
+2018).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Generator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backends import connect, exchange_among, exchange_on, goes_through_host
-from .exchange import Arrival, Exchange, Folding, Gathers, cut, wait_for
-from .host_memory import like_on_host, on_host
-from .messages import PointToPoint
-from .one_level import Plan
-from .ordered_sum import in_two_levels
+from .exchange import Exchange, cut, exchange_among, exchange_on, goes_through_host, like_on_host, on_host, wait_for
+from .tree import Plan, in_two_levels
 
+_PIECE_ELEMENTS = 1024 * 1024
+"""A piece stays in a core's cache between its arrival and its addition, and is large enough for few messages."""
 
-class Parts(Gathers, Protocol):
-    """How the ranks of a group sum their parts and gather them; collectives, phase by phase in one sequence."""
-
-    world_size: int
-
-    def cuts(self, elements: int, dtype: torch.dtype, rounds: int) -> Sequence[slice]:
-        """Each rank's part of flat tensors that are summed in so many rounds: about equal ones.
-
-        All the same, of all elements, where it costs no more that every rank sums all: nothing has to be gathered then.
-        """
-
-    def fold(self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]) -> Folding:
-        """Sum the ranks' flat subtrees `own`, each rank its own part (`cuts`, one for each); return this rank's sums.
-
-        They are those of `plan.rest`, and belong to the caller. `own` is overwritten. `like` shows dtype and device.
-        Raises RuntimeError when a peer is gone or silent for the group's timeout.
-        """
+Folding = Generator[None, None, list[Tensor]]
+"""Sums on their way, in phases as those of an OrderedSum."""
 
 
 def parts_on(group: dist.ProcessGroup | None, groups: tuple[tuple[int, ...], ...], device: torch.device) -> Parts:
@@ -58,115 +45,103 @@ def parts_on(group: dist.ProcessGroup | None, groups: tuple[tuple[int, ...], ...
     """
     if group is None:
         return Alone()
-    through_host = goes_through_host(group, device)
-    # The tags below 10 belong to the whole sums, which may be on their way at the same time.
-    exchange = exchange_on(group, device, tag=10)
-    in_one = PartsInOneLevel(exchange, through_host)
-    if not _are_alike(groups) or through_host:
-        return in_one
-    if not isinstance(exchange, PointToPoint):
-        connect(exchange, device)
-    return PartsInTwoLevels(group, groups, device, in_one)
-
-
-class Alone:
-    """`Parts` of one rank alone, which has all."""
-
-    rank, world_size = 0, 1
-
-    def cuts(self, elements: int, dtype: torch.dtype, rounds: int) -> Sequence[slice]:
-        """See `Parts.cuts`."""
-        return [slice(0, elements)]
-
-    def fold(self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]) -> Folding:
-        """See `Parts.fold`."""
-        yield from ()
-        return plan.fold_([(flat, None) for flat in own])
-
-    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
-        """Nothing to do."""
+    exchange = exchange_on(group, device)
+    parts = PartsInOneLevel(exchange)
+    if _are_alike(groups):
+        parts = PartsInTwoLevels(exchange, group, groups, device)
+    return ThroughHost(parts) if goes_through_host(group, device) else parts
 
 
 class PartsInOneLevel:
-    """`Parts` where every rank exchanges with every other; `through_host`: by copies in host memory."""
+    """Parts of sums where every rank exchanges with every other.
 
-    def __init__(self, exchange: Exchange, through_host: bool = False) -> None:
-        self._exchange, self._through_host = exchange, through_host
+    What follows are collectives, called phase by phase in one sequence on all ranks.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
         self.rank, self.world_size = exchange.rank, exchange.world_size
-        self.one_round_bytes = exchange.one_round_bytes
 
     def cuts(self, elements: int, dtype: torch.dtype, rounds: int) -> Sequence[slice]:
-        """See `Parts.cuts`."""
-        # Whole subtrees are (W-1) * N elements a round in place of (W-1)/W * N, and save the (W-1)/W * N of gathering.
-        extra = (rounds * (self.world_size - 1) - 1) * elements * dtype.itemsize
-        if extra <= self.one_round_bytes:
+        """Each rank's part of flat tensors, of which a rank sends so many: about equal ones.
+
+        All the same, of all elements, where it costs no more that every rank sums all: nothing has to be gathered then.
+        """
+        others = self.world_size - 1
+        # Whole tensors are (W-1) * N elements each in place of (W-1)/W * N, and save the (W-1)/W * N of gathering.
+        extra = others / self.world_size * (rounds * others - 1) * elements * dtype.itemsize
+        if extra <= self._exchange.one_round_bytes:
             return [slice(0, elements)] * self.world_size
         return cut(elements, self.world_size, dtype)
 
-    def fold(self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]) -> Folding:
-        """See `Parts.fold`. The second phase waits."""
-        device = like.device
-        if self._through_host:
-            own, like = on_host(own), like.new_empty(0, device="cpu")
-        collected = self._exchange.collect(own, like, [len(spans) for spans in plan.spans], cuts)
+    def fold(
+        self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice], out: Tensor | None = None
+    ) -> Folding:
+        """Sum the ranks' flat subtrees `own`, each rank its own part (`cuts`, one for each); return this rank's sums.
+
+        They are those of `plan.rest`, and belong to the caller: the first is made in `out` if that is given, which may
+        be a part of a tensor of `own`. `own` is overwritten. `like` shows dtype and device. The second phase waits;
+        in the last one, in which all gathering is, nothing is done. Raises RuntimeError when a peer is gone or silent
+        for the group's timeout.
+        """
+        out = like.new_empty(_size(cuts[self.rank])) if out is None else out
+        counts = [len(spans) for spans in plan.spans]
+        places, wanted = [slice(0, out.numel())], [cuts]
+        if are_whole(cuts):
+            # One piece is added up while the next ones arrive.
+            places = cut(out.numel(), -(-out.numel() // _PIECE_ELEMENTS), out.dtype)
+            wanted = [[place] * self.world_size for place in places]
+        on_their_way = [self._exchange.collect(own, like, counts, each) for each in wanted]
         yield
-        # Once: gloo would wait for a second message. First, where what is added to is also sent.
-        is_whole = are_whole(cuts)
-        if is_whole:
+        sums = [out, *(torch.empty_like(out) for _ in plan.rest[1:])]
+        for place, collected in zip(places, on_their_way, strict=True):
+            # Once: gloo would wait for a second message. First, since what is added to may also be sent.
             wait_for(collected.sent)
-        sums = _folded(plan, collected.arrivals, like.new_empty(_size(cuts[self.rank])))
-        if not is_whole:
-            wait_for(collected.sent)
-        collected.end()
-        return [each.to(device) for each in sums]
+            plan.add_(collected.arrivals, [each[place] for each in sums])
+            collected.end()
+        yield
+        return sums
 
     def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
-        """See `Gathers.gather`. Flat tensors of a device travel one after the other."""
-        if not self._through_host:
-            self._exchange.gather(flats)
-            return
-        for flat, cuts in flats:
-            copy, mine = like_on_host(flat), cuts[self.rank]
-            copy[mine] = on_host([flat[mine]])[0]
-            self._exchange.gather([(copy, cuts)])
-            flat.copy_(copy, non_blocking=True)
+        """Bring all ranks' parts of flat tensors to every rank, as PointToPoint does it."""
+        self._exchange.gather(flats)
 
 
-class PartsInTwoLevels:
-    """`Parts` where ranks of a node add up before nodes exchange; `in_one` is for small and for whole tensors."""
+class PartsInTwoLevels(PartsInOneLevel):
+    """Parts of sums where ranks of a node add up before nodes exchange; small and whole tensors have one level."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        nodes: tuple[tuple[int, ...], ...],
-        device: torch.device,
-        in_one: PartsInOneLevel,
+        self, exchange: Exchange, group: dist.ProcessGroup, nodes: tuple[tuple[int, ...], ...], device: torch.device
     ) -> None:
-        self.rank, self.world_size = group.rank(), group.size()
-        self._in_one, self._nodes = in_one, nodes
+        super().__init__(exchange)
+        self._nodes = nodes
         self._here = next(node for node, members in enumerate(nodes) if self.rank in members)
         self._order = order_of(nodes, self.world_size)
         self._lanes = list(zip(*nodes, strict=True))
         """The ranks with one position on their nodes: each other's deputies."""
         self._place = nodes[self._here].index(self.rank)
-        self._node = exchange_among(group, device, nodes[self._here], tag=12)
-        self._lane = exchange_among(group, device, self._lanes[self._place], tag=14)
+        # The tags 0 and 1 belong to the exchange between all ranks.
+        self._node = exchange_among(group, device, nodes[self._here], tag=2)
+        self._lane = PartsInOneLevel(exchange_among(group, device, self._lanes[self._place], tag=4))
 
     def cuts(self, elements: int, dtype: torch.dtype, rounds: int) -> Sequence[slice]:
-        """See `Parts.cuts`."""
-        nodes = len(self._nodes)
-        messages = max(len(members) * (self.world_size - len(members)) for members in self._nodes)
+        nodes, out = len(self._nodes), len(self._lanes) * (self.world_size - len(self._lanes))
         # What leaves a node in so many rounds, and in those and once more.
-        extra = (rounds * messages - (rounds + 1) * (nodes - 1) / nodes) * elements * dtype.itemsize
-        if extra <= self._in_one.one_round_bytes:
+        extra = (rounds * out - (rounds + 1) * (nodes - 1) / nodes) * elements * dtype.itemsize
+        if extra <= self._exchange.one_round_bytes:
             return [slice(0, elements)] * self.world_size
-        ranges = cut(elements, self.world_size, dtype)
-        return [ranges[self._order.index(rank)] for rank in range(self.world_size)]
+        found: dict[int, slice] = {}
+        for lane, chunk in zip(self._lanes, cut(elements, len(self._lanes), dtype), strict=True):
+            for rank, part in zip(lane, self._lane.cuts(_size(chunk), dtype, rounds), strict=True):
+                found[rank] = slice(chunk.start + part.start, chunk.start + part.stop)
+        return [found[rank] for rank in range(self.world_size)]
 
-    def fold(self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]) -> Folding:
-        """See `Parts.fold`. The second phase waits for the node, the third for other nodes."""
-        if are_whole(cuts) or self._cost_of_one_level(cuts, like) <= self._in_one.one_round_bytes:
-            return (yield from self._in_one.fold(own, like, plan, cuts))
+    def fold(
+        self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice], out: Tensor | None = None
+    ) -> Folding:
+        # The second phase waits for the node, the third for other nodes.
+        if are_whole(cuts) or self._cost_of_one_level(cuts, like) <= self._exchange.one_round_bytes:
+            return (yield from super().fold(own, like, plan, cuts, out))
         within_nodes, across = in_two_levels(plan, self._nodes)
         within = within_nodes[self._here]
         laid = self._laid(cuts)
@@ -175,18 +150,12 @@ class PartsInTwoLevels:
         lanes, mine = self._of_lanes(laid)
         in_node = self._node.collect(own, like, [len(spans) for spans in within.spans], lanes)
         yield
-        subtrees = within.fold_(in_node.arrivals)
-        between = self._lane.collect(subtrees, like, [len(node.rest) for node in within_nodes], mine)
+        sums = yield from self._lane.fold(within.fold_(in_node.arrivals), like, across, mine, out)
         wait_for(in_node.sent)
-        yield
-        sums = _folded(across, between.arrivals, like.new_empty(_size(cuts[self.rank])))
-        wait_for(between.sent)
         in_node.end()
-        between.end()
         return sums
 
     def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
-        """See `Gathers.gather`."""
         across, within, moved = [], [], []
         for flat, cuts in flats:
             whole, laid = flat, self._laid(cuts)
@@ -195,7 +164,8 @@ class PartsInTwoLevels:
                 whole[laid[self.rank]] = flat[cuts[self.rank]]
                 moved += [(flat[to], whole[here]) for to, here in zip(cuts, laid, strict=True)]
             lanes, mine = self._of_lanes(laid)
-            across.append((whole[lanes[self._place]], mine))
+            if not are_whole(mine):
+                across.append((whole[lanes[self._place]], mine))
             within.append((whole, lanes))
         self._lane.gather(across)
         self._node.gather(within)
@@ -204,8 +174,14 @@ class PartsInTwoLevels:
 
     def _laid(self, cuts: Sequence[slice]) -> list[slice]:
         """Where each rank's part lies, by rank, in a tensor in which the parts of one lane's ranks are neighbours."""
-        stops = itertools.accumulate(_size(cuts[rank]) for rank in self._order)
-        found = {rank: slice(stop - _size(cuts[rank]), stop) for rank, stop in zip(self._order, stops, strict=True)}
+        found: dict[int, slice] = {}
+        stop = 0
+        for lane in self._lanes:
+            start, is_whole = stop, are_whole([cuts[rank] for rank in lane])
+            for rank in lane:
+                start = start if is_whole else stop
+                stop = start + _size(cuts[rank])
+                found[rank] = slice(start, stop)
         return [found[rank] for rank in range(self.world_size)]
 
     def _of_lanes(self, laid: Sequence[slice]) -> tuple[list[slice], list[slice]]:
@@ -216,8 +192,55 @@ class PartsInTwoLevels:
 
     def _cost_of_one_level(self, cuts: Sequence[slice], like: Tensor) -> float:
         """Bytes that leave a node in addition if every rank sends all others their parts of one subtree."""
-        nodes, most = len(self._nodes), max(map(len, self._nodes))
-        return (most - 1) * (nodes - 1) / nodes * _elements(cuts) * like.element_size()
+        nodes = len(self._nodes)
+        return (len(self._lanes) - 1) * (nodes - 1) / nodes * _elements(cuts) * like.element_size()
+
+
+class ThroughHost:
+    """Parts of sums of which copies in host memory travel; as PartsInOneLevel otherwise."""
+
+    def __init__(self, parts: PartsInOneLevel) -> None:
+        self._parts, self.rank, self.world_size = parts, parts.rank, parts.world_size
+        self.cuts = parts.cuts
+
+    def fold(
+        self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice], out: Tensor | None = None
+    ) -> Folding:
+        out = like.new_empty(_size(cuts[self.rank])) if out is None else out
+        copy = like_on_host(out)
+        _, *others = yield from self._parts.fold(on_host(own), copy, plan, cuts, copy)
+        return [out.copy_(copy, non_blocking=True), *(each.to(out.device) for each in others)]
+
+    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
+        """Flat tensors travel one after the other."""
+        for flat, cuts in flats:
+            copy, mine = like_on_host(flat), cuts[self.rank]
+            copy[mine] = on_host([flat[mine]])[0]
+            self._parts.gather([(copy, cuts)])
+            flat.copy_(copy, non_blocking=True)
+
+
+class Alone:
+    """The parts of one rank alone, which has all; as PartsInOneLevel otherwise."""
+
+    rank, world_size = 0, 1
+
+    def cuts(self, elements: int, dtype: torch.dtype, rounds: int) -> Sequence[slice]:
+        return [slice(0, elements)]
+
+    def fold(
+        self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice], out: Tensor | None = None
+    ) -> Folding:
+        yield from ()
+        sums = plan.fold_([(flat, None) for flat in own], out)
+        return sums if out is None else [out.copy_(sums[0])]
+
+    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
+        pass
+
+
+Parts = Alone | PartsInOneLevel | ThroughHost
+"""How the ranks of a group sum their parts and gather them."""
 
 
 def order_of(groups: tuple[tuple[int, ...], ...], world_size: int) -> Sequence[int]:
@@ -231,11 +254,6 @@ def order_of(groups: tuple[tuple[int, ...], ...], world_size: int) -> Sequence[i
 def _are_alike(groups: tuple[tuple[int, ...], ...]) -> bool:
     """Whether there are groups, and all have as many ranks."""
     return len(set(map(len, groups))) == 1
-
-
-def _folded(plan: Plan, arrivals: Sequence[Arrival], out: Tensor) -> list[Tensor]:
-    """The sums of `plan.rest`, in memory of their own: `out` and more like it."""
-    return [each if each is out else each.clone() for each in plan.fold_(arrivals, out)]
 
 
 def _size(each: slice) -> int:

@@ -9,15 +9,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.seeds import share_of
 
-from .flat import scale_gradients_
-
 
 class PlainReduction:
     """`ExactReduction`'s interface without its promise: sums are made in whatever order is fastest.
 
     DDP divides its sums by the number of ranks. To undo this, weight the loss by that number: every `.grad` is then the
     sum over all micro-batches, as with ExactReduction. For a large batch it is best to weight the loss by
-    `1 / samples`, too, before the sum; `finish` then needs no scale.
+    `1 / samples`, too, before the sum.
     """
 
     def __init__(self, module: nn.Module, micro_batches: int) -> None:
@@ -28,7 +26,6 @@ class PlainReduction:
         self.share = share_of(micro_batches, self.rank, self.world_size)
 
     def begin(self, micro_batches: int) -> None:
-        """Start a step of `micro_batches` micro-batches over all ranks."""
         self.share = share_of(micro_batches, self.rank, self.world_size)
         for parameter in self._parameters:
             parameter.grad = None
@@ -39,12 +36,10 @@ class PlainReduction:
             return self._module.no_sync()
         return nullcontext()
 
-    def finish(self, scale: float = 1.0) -> None:
-        """Complete the step: multiply every `.grad` by `scale`. (DDP has summed them by the end of backward.)"""
-        scale_gradients_(self._parameters, scale)
+    def finish(self) -> None:
+        """Do nothing: DDP has summed the gradients by the end of backward."""
 
     def clip_gradients_(self, max_norm: float) -> Tensor:
-        """Multiply all gradients by max_norm / norm where that is below 1; returns the norm."""
         return nn.utils.clip_grad_norm_(self._parameters, max_norm)
 
     def close(self, waits: bool = True) -> None:

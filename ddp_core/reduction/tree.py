@@ -12,13 +12,18 @@ summation (Higham, The accuracy of floating point summation, 1993).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from ddp_core.base.seeds import share_of
 from ddp_core.base.torch_internals import foreach_add_
+
+from .exchange import Arrival
 
 
 class Span(NamedTuple):
@@ -146,3 +151,68 @@ def fold_replicas(trees: Iterable[GradientTree]) -> list[Tensor | None]:
     if any(tree.leaves != leaves for tree in trees) or [root.span for root in roots] != [Span(0, leaves)]:
         raise ValueError(f"{[root.span for root in roots]} is not the whole tree over {leaves} micro-batches")
     return roots[0].tensors
+
+
+class Plan:
+    """The order of additions where several members each bring subtrees of one tree over `leaves` leaves.
+
+    A member is a rank, or a node where nodes add up in a second level. `spans` are each member's subtrees; `rest` are
+    those that are left when all siblings have been added, from left to right in the tree: the whole of it, or what a
+    part of the members can add up among themselves.
+    """
+
+    def __init__(self, leaves: int, spans: Sequence[Sequence[Span]]) -> None:
+        self.leaves, self.spans = leaves, spans
+        flat = [span for member in spans for span in member]
+        # The members' subtrees, one member after the other, from left to right in the tree.
+        self._order = sorted(range(len(flat)), key=flat.__getitem__)
+        # For each subtree in that order: how many additions its arrival makes possible.
+        self._merges: list[int] = []
+        self.rest: list[Span] = []
+        for position in self._order:
+            self.rest.append(flat[position])
+            self._merges.append(0)
+            while len(self.rest) > 1 and are_siblings(self.rest[-2], self.rest[-1], leaves):
+                right, left = self.rest.pop(), self.rest.pop()
+                self.rest.append(Span(left.first, right.stop))
+                self._merges[-1] += 1
+
+    def fold_(self, arrivals: Sequence[Arrival], out: Tensor | None = None) -> list[Tensor]:
+        """Add the members' subtrees, each once its work is done; return those of `rest`. The tensors are overwritten.
+
+        `arrivals` are the subtrees of the first member, then those of the second, and so on. The last addition is made
+        into `out` if that is given.
+        """
+        stack: list[Tensor] = []
+        additions = sum(self._merges)
+        for position, merges in zip(self._order, self._merges, strict=True):
+            tensor, work = arrivals[position]
+            if work is not None:
+                work.wait()
+            stack.append(tensor)
+            for _ in range(merges):
+                right, left = stack.pop(), stack.pop()
+                additions -= 1
+                stack.append(torch.add(left, right, out=left if additions or out is None else out))
+        return stack
+
+    def add_(self, arrivals: Sequence[Arrival], outs: Sequence[Tensor]) -> None:
+        """As `fold_`, into `outs`: one for each of `rest`. A single one may be one of the tensors."""
+        sums = self.fold_(arrivals, outs[0] if len(outs) == 1 else None)
+        for out, found in zip(outs, sums, strict=True):
+            if found.data_ptr() != out.data_ptr():
+                out.copy_(found)
+
+
+@functools.lru_cache(maxsize=64)
+def plan_for(micro_batches: int, parts: int | tuple[int, ...]) -> Plan:
+    """The plan of a step in which each rank brings the subtrees of its contiguous share (`share_of`); made once."""
+    shares = [share_of(micro_batches, rank, parts) for rank in range(parts if isinstance(parts, int) else len(parts))]
+    return Plan(micro_batches, [canonical_subtrees(share.start, share.stop, micro_batches) for share in shares])
+
+
+@functools.lru_cache(maxsize=256)
+def in_two_levels(plan: Plan, nodes: tuple[tuple[int, ...], ...]) -> tuple[list[Plan], Plan]:
+    """The plan of each node, given by its ranks, and the plan across the nodes for what is left then; made once."""
+    within_nodes = [Plan(plan.leaves, [plan.spans[rank] for rank in members]) for members in nodes]
+    return within_nodes, Plan(plan.leaves, [node.rest for node in within_nodes])

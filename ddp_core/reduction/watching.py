@@ -15,12 +15,15 @@ from ddp_core.base.digests import checksum, weights_digest
 from ddp_core.base.torch_internals import buffers_of, writes_to
 
 from .batch_statistics import LOOKED_AFTER
-from .refusal import DependsOnLayout
 
 MAX_NORM = (
     "max_norm scales the rows that a micro-batch looks up: leave it out, and scale all rows in a parametrization "
     "(torch.nn.utils.parametrize) or, after the update, in a callback of all ranks"
 )
+
+
+class DependsOnLayout(ValueError):
+    """The step just computed depends on the layout; says on what, and what to do."""
 
 
 class TrainedParameters:

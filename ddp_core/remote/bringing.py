@@ -91,10 +91,14 @@ def _settle(run: Path, there: Store) -> None:
         if is_superseded(there, run):
             aside = cache() / "superseded" / f"{run.name}-{secrets.token_hex(3)}"
             aside.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.closing(_Idle(run)) as idle:
-                if idle.is_ours:
+            # The lock of trainings keeps them out; where one works there now, nothing is moved.
+            lock = open_beneath(run / "run.lock", os.O_RDWR | os.O_CREAT)
+            try:
+                if take_lock(lock):
                     shutil.move(run, aside)
                     tell_user(f"another machine has gone on with {there.address}; what was here is in {aside}")
+            finally:
+                os.close(lock)
         elif has_more(run, there):
             with Sender(run, there) as sender:
                 sender.send()
@@ -142,7 +146,8 @@ def _fetch(store: Store, run: Path, records_only: bool) -> bool:
     shutil.rmtree(run, ignore_errors=True)
     names = {name for name in store.names() if name != WRITER and name not in OF_THIS_MACHINE}
     for name in sorted(names - {RECORD}, reverse=True):
-        if not (records_only and _is_large(name)):
+        is_large = name.startswith(f"{CHECKPOINTS}/") or name.endswith(".safetensors")
+        if not (records_only and is_large):
             with contextlib.suppress(FileNotFoundError):
                 store.fetch(name, _beneath(run, name))
     manifests = [run / name for name in names if is_manifest(name) and not records_only]
@@ -154,22 +159,6 @@ def _fetch(store: Store, run: Path, records_only: bool) -> bool:
         (run / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         return not manifests or any(manifest.exists() for manifest in manifests)
     return False
-
-
-def _is_large(name: str) -> bool:
-    return name.startswith(f"{CHECKPOINTS}/") or name.endswith(".safetensors")
-
-
-class _Idle:
-    """Keeps trainings out of a run's directory, by their lock, until it is closed; not where one works there now."""
-
-    def __init__(self, run: Path) -> None:
-        self._lock = open_beneath(run / "run.lock", os.O_RDWR | os.O_CREAT)
-        self.is_ours = take_lock(self._lock, patience=0)
-
-    def close(self) -> None:
-        """Let trainings in."""
-        os.close(self._lock)
 
 
 def _beneath(folder: Path, name: str) -> Path:

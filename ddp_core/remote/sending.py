@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 from pathlib import Path, PurePosixPath
-from typing import Self
 
 from typing_extensions import TypedDict
 
@@ -96,7 +95,7 @@ def is_manifest(name: str) -> bool:
     return path.parts[:-1] == (CHECKPOINTS,) and step_of_manifest(path.name) is not None
 
 
-class Sender:
+class Sender(contextlib.AbstractContextManager["Sender"]):
     """Copies the run in the folder `run` to `store`, whose address ends with the name of the run; a context manager.
 
     Raises Superseded, and UserError (4) where the store cannot be reached or another process of this machine copies.
@@ -106,7 +105,7 @@ class Sender:
         self.run, self.store = run, store
         self._lock = open_beneath(run / LOCK, os.O_RDWR | os.O_CREAT)
         try:
-            if not take_lock(self._lock, patience=0):
+            if not take_lock(self._lock):
                 raise UserError(f"another process still copies {run}", ExitCode.RESOURCES)
             self._stored = stored_of(run)
             self._name = secrets.token_hex(8)
@@ -123,16 +122,15 @@ class Sender:
             os.close(self._lock)
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         os.close(self._lock)
 
     def send(self) -> None:
         """Copy all that is new: figures first, data before the manifest that commits it, the record last."""
         self._require_writer()
-        there, manifests = self.store.names(), self._manifests()
+        there, found = self.store.names(), (self.run / CHECKPOINTS).glob("step-*.json")
+        # The newest first: a slow store then has the newest checkpoint that it can have.
+        manifests = sorted((path for path in found if step_of_manifest(path.name) is not None), reverse=True)
         for path in sorted(self.run.rglob("*")):
             name = path.relative_to(self.run)
             is_apart = name.parts[0] == CHECKPOINTS or str(name) in {*OF_THIS_MACHINE, RECORD}
@@ -150,11 +148,6 @@ class Sender:
         self._stored["committed"] = sorted(self._committed)
         keep(self.run, self._stored)
         self._remove_superseded(self.store.names())
-
-    def _manifests(self) -> list[Path]:
-        """The manifests here, the newest first: a slow store then has the newest checkpoint that it can have."""
-        found = (self.run / CHECKPOINTS).glob("step-*.json")
-        return sorted((path for path in found if step_of_manifest(path.name) is not None), reverse=True)
 
     def _send_checkpoint(self, manifest: Path, there: set[str]) -> None:
         name, content = f"{CHECKPOINTS}/{manifest.name}", read_file(manifest)

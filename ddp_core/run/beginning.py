@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_core.base.determinism import choose_kernels
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import fingerprint, of_all_ranks
 from ddp_core.base.process import keep_freed_memory, return_large_blocks
 from ddp_core.base.refusals import require_open_files
@@ -21,7 +23,7 @@ from ddp_core.data.data_digest import ADVICE, DataDigest, digest_items
 from ddp_core.data.splits import Splits
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
 from ddp_core.distributed.world import World
-from ddp_core.experiment.built import BuiltExperiment
+from ddp_core.experiment.building import BuiltExperiment
 from ddp_core.experiment.fresh_model import lines_about
 from ddp_core.experiment.request import Request, build_parts, build_splits, check_promise
 from ddp_core.experiment.source import Source, collect
@@ -30,8 +32,7 @@ from ddp_core.observe.metrics import Console
 from ddp_core.observe.usage import Usage
 from ddp_core.record.data import agreed_digest, digest_data, has_files_to_read, read_on_each_node
 from ddp_core.record.environment import facts_of
-from ddp_core.record.guarded import not_promised
-from ddp_core.run.facts import Facts, facts_of_all
+from ddp_core.record.recorded import not_promised
 from ddp_core.run.starting import ChosenRun
 from ddp_core.sharding import Sharding
 from ddp_core.trainers.train_state import score_of
@@ -66,9 +67,9 @@ class Prepared:
     usage: Usage | None = None
 
     def prepare(self, request: Request) -> None:
-        """Do before there is a group what needs none, so that the others need not wait for it. Raises UserError.
+        """Do before there is a group what needs none, so that the others need not wait for it.
 
-        The model is dropped. Metrics that cannot be tried on the CPU are tried in the group.
+        Metrics that cannot be tried on the CPU are tried in the group.
         """
         device = torch.device("cpu")
         with _kernels(request):
@@ -91,13 +92,19 @@ def begun(
 ) -> Iterator[Beginning]:
     """A block in which this worker has met the others, with kernels and numerics as the request has them.
 
-    `prepared` is filled, and used where it is full. `kind`: see `process_group`. Raises UserError, on every rank, where
-    the ranks have another version of ddp_core, request, code, model or data.
+    `prepared` is filled, and used where it is full. `kind`: see `process_group`.
     """
-    require_open_files(world.world_size, request.options.workers)
+    options, layout = request.options, request.layout
+    require_open_files(world.world_size, options.workers)
     with ExitStack() as stack:
         stack.enter_context(_kernels(request))
-        collectives = stack.enter_context(_meet(request, world, kind))
+        device = local_device(world, layout.device)
+        if Sharding.of(layout).cuts_parameters and device.type == "cpu":
+            return_large_blocks()
+        else:
+            keep_freed_memory()
+        group = process_group(world, device, options.timeout, options.backend, layout.kind == "ddp", kind)
+        collectives = stack.enter_context(group)
         console = stack.enter_context(closing(Console(world.rank, world.world_size)))
         yield Beginning(collectives, console, *_build_the_same(request, collectives, console, prepared or Prepared()))
 
@@ -115,27 +122,10 @@ def _kernels(request: Request) -> Iterator[None]:
         yield
 
 
-def _meet(
-    request: Request, world: World, kind: Callable[[World, torch.device], Collectives]
-) -> AbstractContextManager[Collectives]:
-    """The process group of all workers, on this process's own device."""
-    options, layout = request.options, request.layout
-    device = local_device(world, layout.device)
-    if Sharding.of(layout).cuts_parameters and device.type == "cpu":
-        return_large_blocks()
-    else:
-        keep_freed_memory()
-    even_alone = layout.kind == "ddp"
-    return process_group(world, device, options.timeout, options.backend, even_alone, kind)
-
-
 def _build_the_same(
     request: Request, collectives: Collectives, console: Console, prepared: Prepared
 ) -> tuple[BuiltExperiment, Source, DataDigest, dict[str, Any]]:
-    """All parts, the user's code, the digest of the data, and the fingerprint of all ranks.
-
-    Raises UserError on every rank where the ranks have another version of ddp_core, request, code, model or data.
-    """
+    """All parts, the code of the user, the digest of the data, and the fingerprint of all ranks, alike on each."""
     started, named = time.monotonic(), facts_of(request)
     try:
         parts, source, splits = _built(request, collectives.device, prepared)
@@ -184,10 +174,7 @@ def _built(request: Request, device: torch.device, prepared: Prepared) -> tuple[
 
 
 def _own_metrics(request: Request, parts: BuiltExperiment, device: torch.device, is_known: bool) -> OwnMetrics | None:
-    """The experiment's metrics, as they are counted, once they were tried; not where it `is_known` that they work.
-
-    Raises UserError where none of the figures is the one that the experiment calls the best.
-    """
+    """The experiment's metrics, as they are counted, once they were tried; not where it `is_known` that they work."""
     own_metrics: OwnMetrics | None = None
     if parts.metrics is not None:
         from ddp_core.trainers.own_metrics import OwnMetrics
@@ -209,3 +196,49 @@ def _own_metrics(request: Request, parts: BuiltExperiment, device: torch.device,
     if experiment.best is not None:
         score_of(figures, experiment.best)
     return own_metrics
+
+
+class Facts(NamedTuple):
+    """What one rank was started with, and what it has built."""
+
+    named: Mapping[str, str]
+    """Version, request and the digest of each of the user's files, by the name that an error message gives them."""
+    model: Sequence[str] = ()
+    """A line for each parameter and buffer: name, shape, type, and whether it is trained; not its values."""
+    data: DataDigest | None = None
+    """Without its parts; None where one rank of each node has yet to read the files."""
+    fingerprint: Mapping[str, Any] | None = None
+    """None where this rank could not build the experiment."""
+
+
+def facts_of_all(collectives: Collectives, ours: Facts) -> list[Facts]:
+    """The facts of all ranks; a collective. Raises UserError, on every rank, where code, request or model differ.
+
+    A rank that could not build the experiment tells what it was started with, too, since that may be why. Raises
+    UserError (6) on the other ranks then. A file that only some ranks have imported is not compared.
+    """
+    data: Any = ours.data and (ours.data.sha256, ours.data.digest_of, {}, ours.data.sampled)
+    # Plain types: ranks with another version of this program must be able to read them.
+    told = collectives.gather((dict(ours.named), list(ours.model), data, ours.fingerprint))
+    everyones = [Facts(named, model, data and DataDigest(*data), prints) for named, model, data, prints in told]
+    first = everyones[0]
+    for name, value in first.named.items():
+        if others := [rank for rank, theirs in enumerate(everyones) if theirs.named.get(name, value) != value]:
+            raise UserError(
+                f"ranks {', '.join(map(str, others))} have another {name} than rank 0: "
+                "start every node with the same code and the same command"
+            )
+    if ours.fingerprint is None:
+        return everyones
+    for rank, theirs in enumerate(everyones):
+        if theirs.fingerprint is None:
+            raise UserError(
+                f"rank {rank} could not build the experiment; its own message says why", ExitCode.PEERS_LOST
+            )
+        for line, other in zip_longest(first.model, theirs.model, fillvalue="nothing more"):
+            if line != other:
+                raise UserError(
+                    f"rank {rank} has built another model than rank 0: {other}, where rank 0 has {line}; every rank "
+                    "trains the same model, so let its builder not depend on RANK, the machine, or the time"
+                )
+    return everyones

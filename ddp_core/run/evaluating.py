@@ -26,7 +26,7 @@ from ddp_core.record.data import recorded_digest
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.trained import TrainedWeights
 from ddp_core.run.beginning import Beginning, begun
-from ddp_core.run.resuming import load_together
+from ddp_core.run.starting import load_together
 from ddp_core.trainers import Job, Trainer, build_trainer
 
 _NOT_FIGURES = ("kind", "time", "step", "epoch")
@@ -34,11 +34,7 @@ _NOT_FIGURES = ("kind", "time", "step", "epoch")
 
 
 def evaluate_run(request: Request, world: World) -> None:
-    """Evaluate as one worker of `world`; rank 0 prints the figures.
-
-    Raises UserError, on every rank, where there is nothing to evaluate on, and where the same data and settings give
-    other figures than the run recorded under the same fingerprint; (3) where the weights are not those of the run.
-    """
+    """Evaluate as one worker of `world`; rank 0 prints the figures, which is an error where the run recorded others."""
     evaluated = request.evaluated
     assert evaluated is not None
     output = sys.stdout
@@ -80,10 +76,7 @@ def _weights(evaluated: Evaluated) -> TrainedWeights:
 
 
 def _load(trainer: Trainer, weights: TrainedWeights, evaluated: Evaluated) -> dict[str, str | None]:
-    """Put the weights into the trainer; returns their digests by the name that run.json gives them (rank 0).
-
-    Raises UserError (3), on every rank, where they are not those that the run has made.
-    """
+    """Put the weights into the trainer, if they are the run's; returns their digests by their names in run.json."""
     state, average = trainer.state, trainer.state.average
     if weights.checkpoint is None:
         kept = weights.read().by_kind
@@ -120,9 +113,7 @@ def _told(
     entries = read_metrics(run.metrics, "evaluation")
     recorded = next((entry for entry in reversed(entries) if entry["step"] == evaluated.step), None)
     before = recorded_digest(run.path, record)
-    no_digest = beginning.data.sha256 is None or before.sha256 is None
-    settings = request.asked.settings
-    is_same = None if no_digest else changed_at(before, beginning.data) is None
+    is_same = None if None in (before.sha256, beginning.data.sha256) else changed_at(before, beginning.data) is None
     told: dict[str, Any] = json.loads(
         json_text(
             {
@@ -132,7 +123,7 @@ def _told(
                 "checkpoint": None if evaluated.manifest is None else Path(evaluated.manifest).name,
                 **digests,
                 "layout": request.layout.label,
-                "settings": list(settings),
+                "settings": list(request.asked.settings),
                 "data_sha256": beginning.data.sha256,
                 "same_data": is_same,
                 "other_fingerprint": fingerprint_differences(beginning.fingerprint, record["fingerprint"]),
@@ -141,7 +132,7 @@ def _told(
             }
         )
     )
-    is_comparable = told["recorded"] and is_same and not settings
+    is_comparable = told["recorded"] and is_same and not told["settings"]
     told["identical"] = told["figures"] == told["recorded"] if is_comparable else None
     return told
 

@@ -1,9 +1,13 @@
-"""What a worker trains with: the job, and what saves, writes and observes for it."""
+"""What a worker trains with: the job, what saves, writes and observes for it, and whom it asks for a witness."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
 
 from torch import nn
 
@@ -16,9 +20,12 @@ from ddp_core.observe.lost_peers import is_peer_loss
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepObserver
 from ddp_core.record.run_record import RunRecord
-from ddp_core.run.asking import OverSocket
 from ddp_core.run.beginning import Beginning
 from ddp_core.trainers import Job, RunAccess, Trial
+from ddp_core.trainers.job import Sums, Testimony
+
+ADDRESS = "DDP_REPEATER"
+"""The variable that names the socket of the repeater, which is asked for a witness."""
 
 
 @contextmanager
@@ -29,10 +36,7 @@ def job_of(
     stop: StopRequest,
     heartbeat: Heartbeat,
 ) -> Iterator[Job]:
-    """What the trainer is given; what it saves and observes with is closed when the block ends.
-
-    `heartbeat` observes first.
-    """
+    """What the trainer is given; what it saves and observes with is closed when the block ends."""
     request, directory, world = record.request, record.directory.path, record.world
     collectives, console, parts = beginning.collectives, beginning.console, beginning.parts
     with (
@@ -55,7 +59,7 @@ def job_of(
                 note_kept=record.note_kept if world.is_first else None,
                 mark_broken=record.mark_broken,
                 witness=OverSocket(directory) if world.is_first else None,
-                has_random_data=record.is_random,
+                has_random_data=record.origin.data.sha256 is None,
             ),
             trial=Trial(
                 request.asked.miniature, request.asked.only_steps, request.noted_in, request.asked.operations_at
@@ -150,3 +154,31 @@ def _observers(record: RunRecord, model: nn.Module, console: Console) -> Iterato
 
             observers.append(FaultScript(options.faults, world.rank, directory, model))
         yield observers
+
+
+class OverSocket:
+    """The witness of a run, which the repeater of this machine is; see `Witness` in ddp_core/trainers/job.py."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._connection: Connection | None = None
+
+    def ask(self, step: int, noted: Mapping[int, Sums]) -> None:
+        self._connection = None
+        # Without the variable, or whoever listens there, no repeater was begun, or it has ended.
+        with suppress(OSError, KeyError), ExitStack() as stack:
+            connection = stack.enter_context(Client(os.environ[ADDRESS]))
+            # A repeater that answers somebody else reads a question later, so it must be short enough to lie there.
+            file = Path(os.environ[ADDRESS]).with_name(f"noted-{os.getpid()}-{step}.json")
+            file.write_text(json.dumps({number: dict(each) for number, each in noted.items()}), encoding="utf-8")
+            connection.send(("witness", (str(self._run.absolute()), step, str(file))))
+            stack.pop_all()  # it is closed only where nothing was asked
+            self._connection = connection
+
+    def answer(self, seconds: float) -> Testimony | None:
+        if self._connection is None:
+            return Testimony("none: nobody here could train steps of this run again")
+        try:
+            return Testimony(*self._connection.recv()) if self._connection.poll(seconds) else None
+        except (EOFError, OSError):
+            return Testimony("none: its process has ended")

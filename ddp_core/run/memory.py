@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.memory import free_memory
+from ddp_core.base.platforms import free_memory
 from ddp_core.config.experiment import Experiment, Optimizer
 from ddp_core.config.layout import Layout
 from ddp_core.sharding import Sharding
@@ -39,10 +39,7 @@ def require_room(model: nn.Module, experiment: Experiment, layout: Layout, devic
     if device.type == "cuda":
         ranks, free = 1, torch.cuda.mem_get_info(device)[0]
     else:
-        found, _ = free_memory()
-        if found is None:
-            return
-        free = found + psutil.swap_memory().free
+        free = free_memory() + psutil.swap_memory().free
     if ranks * missing > free:
         each = f" for each of {ranks} ranks" if ranks > 1 else ""
         raise UserError(

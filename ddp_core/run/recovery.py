@@ -10,7 +10,7 @@ import torch
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
-from ddp_core.experiment.built import BuiltExperiment
+from ddp_core.experiment.building import BuiltExperiment
 from ddp_core.experiment.request import Request
 from ddp_core.observe.callback import Callback
 from ddp_core.record.directory import RunDirectory

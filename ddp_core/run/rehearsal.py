@@ -34,10 +34,9 @@ from ddp_core.data.splits import Splits
 from ddp_core.experiment.request import Request, build_splits
 from ddp_core.experiment.source import collect
 from ddp_core.numerics.limits import rules_of
-from ddp_core.run.miniature import LIMIT, Miniature
-from ddp_core.run.repeat import Repeated, Training, elsewhere, other_bits
+from ddp_core.run.repeat import Miniature, Repeated, Training, elsewhere, other_bits
+from ddp_core.trainers.job import Sums, Testimony
 from ddp_core.trainers.noting import first_other, named
-from ddp_core.trainers.testimony import Sums, Testimony
 
 FOLDER = ".rehearsed"
 """In the output folder: a file for each rehearsal whose verdict is kept."""
@@ -87,13 +86,10 @@ def alone(mini: Miniature, folder: Path) -> Training:
 
 
 def compared(mini: Miniature, layout: Layout, single: Training, folder: Path) -> tuple[Repeated, str | None]:
-    """The miniature on the layout, killed and resumed; and what is other there than in a `single` process, in words.
-
-    Raises UserError, with its exit code, where one of the two has failed, or data are others at each read.
-    """
+    """The miniature on the layout, killed and resumed; and what is other there than in a `single` process, in words."""
     if layout.device == "cuda":
-        single.wait(LIMIT)  # two trainings would take each other's memory
-    asked, reference = mini.killed_and_resumed(layout, folder / "asked"), single.wait(LIMIT)
+        single.wait()  # two trainings would take each other's memory
+    asked, reference = mini.killed_and_resumed(layout, folder / "asked"), single.wait()
     has_resumed = max(asked.sums[0], default=0) >= mini.killed_after > 0
     if not reference.code and asked.code == ExitCode.BAD_INPUT and has_resumed:
         return asked, f"a resume would not continue this run: {asked.said}"
@@ -119,11 +115,8 @@ def require_ended(repeated: Repeated, where: str) -> None:
 
 
 def _random_data(request: Request) -> str | None:
-    """A line that names a training sample which is another one when it is read twice; None where there is none.
-
-    A strict guard, which refuses such data, does not ask.
-    """
-    if request.options.guard == "strict":
+    """A line that names a training sample which is another one when it is read twice; None where there is none."""
+    if request.options.guard == "strict":  # which refuses such data
         return None
     with contextlib.suppress(UserError):
         number = unsteady_sample(build_splits(request.loaded, Path(request.options.data_dir)))
@@ -182,7 +175,7 @@ def witnessed(request: Request, folder: Path, run: str, step: int, file: str) ->
     asked: dict[str, Any] = {"fork": run, "at": step, "init_from": None, "only_steps": max(noted)}
 
     def again(layout: Layout, name: str, **options: Any) -> Repeated:
-        return Training(elsewhere(request, layout, place / name, asked, **options), place / name).wait(LIMIT)
+        return Training(elsewhere(request, layout, place / name, asked, **options), place / name).wait()
 
     one = Layout(device=request.layout.device)
     there = _unmeasured(request.layout)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from ddp_core.base import cuda_driver
 from ddp_core.base.errors import ExitCode
@@ -27,9 +27,12 @@ from ddp_core.config.layout import Layout
 from ddp_core.distributed.reports import without_caller
 from ddp_core.distributed.world import World, free_port, without_launch
 from ddp_core.experiment.request import Request
+from ddp_core.record.directory import find_runs
+from ddp_core.trainers.job import Sums
 from ddp_core.trainers.noting import first_other, read_notes
-from ddp_core.trainers.testimony import Sums
 
+_LIMIT = 600.0
+"""Seconds that a training may take, so that one that hangs ends with a line."""
 _FORK = multiprocessing.get_context("fork")
 _POLL_SECONDS = 0.01
 _CONSEQUENCE_SECONDS = 5.0
@@ -61,12 +64,6 @@ def other_bits(single: Repeated, other: Repeated) -> tuple[int, list[str]] | Non
     return min(found, key=lambda each: each[0], default=None)
 
 
-class _Process(Protocol):
-    def poll(self) -> int | None: ...
-
-    def kill(self) -> None: ...
-
-
 def elsewhere(request: Request, layout: Layout, folder: Path, asked: Mapping[str, Any], **options: Any) -> Request:
     """The request, trained on `layout` with its output below `folder`; `asked` and `options` change fields of both."""
     changed: dict[str, Any] = {**_OWN_WAY, "output": str(folder / "runs"), **options}
@@ -92,15 +89,18 @@ class Training:
     def __init__(self, request: Request, folder: Path) -> None:
         self._folder, ranks = folder, request.layout.world_size
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = folder / "request.json"
-        self._file.write_text(request.to_json(), encoding="utf-8")
-        start = _interpreter if request.layout.device == "cuda" and cuda_driver.is_started() else _Fork
+        file = folder / "request.json"
+        file.write_text(request.to_json(), encoding="utf-8")
+        start = _interpreter if request.layout.device == "cuda" and cuda_driver.is_started() else _fork
+        is_rank = ranks > 1 or request.layout.kind == "ddp"
         port = free_port() if ranks > 1 else None
-        self._processes: list[_Process] = []
+        self._processes: list[subprocess.Popen[bytes] | multiprocessing.process.BaseProcess] = []
         for rank in range(ranks):
             world = World(rank, ranks, rank, ranks, store_host="127.0.0.1" if port else None, store_port=port)
-            log = folder / f"rank-{rank}.log"
-            self._processes.append(start([str(self._file)], _environment(world, ranks > 1 or _is_ddp(request)), log))
+            # One process of its own has a world of 1.
+            place = (world if is_rank else World()).to_environment()
+            environment = {**without_caller(without_launch(os.environ)), **place}
+            self._processes.append(start([str(file)], environment, folder / f"rank-{rank}.log"))
 
     def __enter__(self) -> Self:
         return self
@@ -111,9 +111,9 @@ class Training:
         while None in self._codes():
             time.sleep(_POLL_SECONDS)
 
-    def wait(self, limit: float) -> Repeated:
-        """What became of them; those that run on after `limit` seconds, or when one has failed, are ended."""
-        deadline = time.monotonic() + limit
+    def wait(self) -> Repeated:
+        """What became of them; those that run on for too long, or when one has failed, are ended."""
+        deadline = time.monotonic() + _LIMIT
         with self:
             while None in (codes := self._codes()) and time.monotonic() < deadline:
                 if any(codes):
@@ -126,22 +126,12 @@ class Training:
             rank = failed[0][1]
             code, said = int(codes[rank] or 0), _last_line(self._folder / f"rank-{rank}.log")
         elif None in codes:
-            code, said = ExitCode.PEERS_LOST.value, f"it has not ended within {limit:.0f} s"
+            code, said = ExitCode.PEERS_LOST.value, f"it has not ended within {_LIMIT:.0f} s"
         ranks = range(len(self._processes))
         return Repeated(code, said, [read_notes(self._folder / "notes", rank) for rank in ranks])
 
     def _codes(self) -> list[int | None]:
-        return [each.poll() for each in self._processes]
-
-
-def _is_ddp(request: Request) -> bool:
-    return request.layout.kind == "ddp"
-
-
-def _environment(world: World, is_rank: bool) -> dict[str, str]:
-    """The variables of one rank: this process's, without those of a launch; one process of its own has a world of 1."""
-    kept = without_caller(without_launch(os.environ))
-    return {**kept, **(world if is_rank else World()).to_environment()}
+        return [each.poll() if isinstance(each, subprocess.Popen) else each.exitcode for each in self._processes]
 
 
 def _last_line(file: Path) -> str:
@@ -165,18 +155,10 @@ def _interpreter(words: Sequence[str], environment: Mapping[str, str], log: Path
         )
 
 
-class _Fork:
-    """A rank that is a fork of this process, with the two methods of subprocess.Popen that are used here."""
-
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        self._process = _FORK.Process(target=_work, args=(words, environment, log))
-        self._process.start()
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
+def _fork(words: Sequence[str], environment: Mapping[str, str], log: Path) -> multiprocessing.process.BaseProcess:
+    process = _FORK.Process(target=_work, args=(words, environment, log))
+    process.start()
+    return process
 
 
 def _work(words: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
@@ -198,3 +180,43 @@ def _work(words: Sequence[str], environment: Mapping[str, str], log: Path) -> No
     os.environ.update(environment)
     run: Callable[[Sequence[str]], int] = worker_main
     sys.exit(run(words))
+
+
+@dataclass(frozen=True)
+class Miniature:
+    """The request in miniature."""
+
+    request: Request
+    killed_after: int
+    """The step after which a training is killed, within the second epoch where there is one; 0: too short for that."""
+
+    @classmethod
+    def of(cls, request: Request, samples: int) -> Self:
+        """That of a request whose data have so many samples to train."""
+        small = request.loaded.experiment.in_miniature()
+        each = small.steps_per_epoch(small.samples_in_miniature(samples))
+        killed_after = min(each + 2, small.total_steps(each) - 1)
+        loaded = replace(request.loaded, experiment=small)
+        return cls(replace(request, loaded=loaded), killed_after if killed_after > 1 else 0)
+
+    def training(
+        self, layout: Layout, folder: Path, asked: Mapping[str, Any] | None = None, **options: Any
+    ) -> Training:
+        """Begin to train it, by default from the beginning; `asked` and `options` as for `elsewhere`."""
+        given = {"miniature": True, "fork": None, "at": None, **(asked or {})}
+        return Training(elsewhere(self.request, layout, folder, given, **options), folder)
+
+    def killed_and_resumed(self, layout: Layout, folder: Path) -> Repeated:
+        """Train it on the layout, where all ranks are killed and begin anew with the checkpoint of the step before."""
+        if not self.killed_after:
+            return self.training(layout, folder).wait()
+        kill, every = (f"kill@{self.killed_after}",), self.killed_after - 1
+        before = self.training(layout, folder, faults=kill, checkpoint_every=every).wait()
+        run = next((found.path for found, _ in find_runs(folder / "runs")), None)
+        if run is None or max(before.sums[0], default=0) < self.killed_after:
+            return before if before.code else replace(before, code=int(ExitCode.INTERNAL), said="it was not killed")
+        again = folder / "resumed"
+        after = self.training(layout, again, {"resume": str(run)}, checkpoint_every=every).wait()
+        # The step before the kill is noted twice; the later note counts, which a resume has made.
+        sums = [{**one, **other} for one, other in zip(before.sums, after.sums, strict=True)]
+        return Repeated(after.code, after.said, sums)

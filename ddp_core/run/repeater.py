@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -25,8 +25,8 @@ from ddp_core.base.process import die_with_parent
 from ddp_core.distributed.reports import tell_user
 from ddp_core.experiment.request import Request
 from ddp_core.model.optimizers import load_for_optimizers
-from ddp_core.run.asking import ADDRESS, connected
-from ddp_core.trainers.testimony import Testimony
+from ddp_core.run.job import ADDRESS
+from ddp_core.trainers.job import Testimony
 
 _ENDING_SECONDS = 5.0
 _FORK = multiprocessing.get_context("fork")
@@ -85,7 +85,7 @@ def _repeater(request: Request) -> Iterator[None]:
 
 def _rehearsed() -> Testimony:
     try:
-        with connected() as connection:
+        with Client(os.environ[ADDRESS]) as connection:
             connection.send(("rehearse", ()))
             return Testimony(*connection.recv())
     except (EOFError, OSError):

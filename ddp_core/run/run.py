@@ -13,8 +13,7 @@ from ddp_core.base.determinism import has_tf32, use_chosen_threads
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import make_patient
-from ddp_core.base.silent_ends import no_silent_end
-from ddp_core.base.user_code import no_way_out
+from ddp_core.base.user_code import no_silent_end, no_way_out
 from ddp_core.checkpoint import Checkpoint
 from ddp_core.distributed.reports import die_with_launcher, report_end, report_error, tell_caller
 from ddp_core.distributed.stop import StopRequest
@@ -34,7 +33,7 @@ from ddp_core.run.beginning import Beginning, Prepared, begun
 from ddp_core.run.job import job_of, metrics_of
 from ddp_core.run.memory import require_room
 from ddp_core.run.recovery import Recovery
-from ddp_core.run.starting import by_rank_0, choose_checkpoint, choose_run, open_record
+from ddp_core.run.starting import by_rank_0, choose_checkpoint, choose_run, open_record, resume
 from ddp_core.trainers import Trainer, build_trainer
 
 
@@ -45,11 +44,7 @@ def worker_main(words: Sequence[str]) -> int:
 
 
 def work(words: Sequence[str], kind: type[Recovery]) -> int:
-    """Carry out a launcher's request, with a recovery of this kind.
-
-    `words`: the path of a file with the request (`Request.to_json`). Which rank this process is, the variables of the
-    launcher say.
-    """
+    """Carry out a launcher's request, in the file that the one word names, with a recovery of this kind."""
     (file,) = words
     make_patient()
     try:
@@ -64,10 +59,7 @@ def work(words: Sequence[str], kind: type[Recovery]) -> int:
 
 
 def run_worker(request: Request, world: World, kind: type[Recovery] = Recovery) -> int:
-    """Carry the request out as one worker of `world`, and return the exit code.
-
-    How the worker ended is written to a report for the launcher, or printed where there is no launcher of ours.
-    """
+    """Carry the request out as one worker of `world`, report how that ended, and return the exit code."""
 
     def tell(line: str) -> None:
         report_end(world, ExitCode.BAD_INPUT, f"{world.place}: {line}")
@@ -95,10 +87,7 @@ def run_worker(request: Request, world: World, kind: type[Recovery] = Recovery) 
 
 
 def run(request: Request, world: World, recovery: Recovery) -> None:
-    """Train, and where the recovery has it so, go on without a rank that is lost.
-
-    Raises Stopped after a request to stop, UserError for what the user can mend, and whatever the model raised.
-    """
+    """Train, and where the recovery has it so, go on without a rank that is lost."""
     stop = StopRequest(
         request.options.stop_signal,
         request.options.max_seconds,
@@ -118,8 +107,7 @@ def run(request: Request, world: World, recovery: Recovery) -> None:
 def _train(request: Request, world: World, stop: StopRequest, listen: Callable[[], object], recovery: Recovery) -> None:
     """Meet the other workers, build the parts, choose where to start, train, and keep the record (rank 0).
 
-    `listen` is called where requests to `stop` begin to be heeded. Raises what `run` does, and Regroup where the
-    workers have to meet anew.
+    `listen` is called where requests to `stop` begin to be heeded.
     """
     prepared = recovery.prepared
     with ExitStack() as stack:
@@ -172,15 +160,12 @@ def _open(request: Request, world: World, beginning: Beginning, prepared: Prepar
 
 
 def _choose_start(beginning: Beginning, record: RunRecord, recovery: Recovery) -> tuple[bool, Checkpoint | None]:
-    """Whether this goes on from a state that ranks hold, else the newest checkpoint.
-
-    Without either, the model gets the weights that the run begins with.
-    """
+    """Whether this goes on from a state that ranks hold, else the newest checkpoint, else with the initial weights."""
     collectives, directory = beginning.collectives, record.directory
     is_held = recovery.holds_newest(collectives, directory)
     checkpoint = None if is_held else choose_checkpoint(collectives, directory, beginning.console)
     if record.origin.weights is not None and checkpoint is None and not is_held:
-        from ddp_core.record.initial_weights import put_weights
+        from ddp_core.record.weights import put_weights
 
         put_weights(beginning.parts.model, record.origin.weights)
     return is_held, checkpoint
@@ -193,8 +178,6 @@ def _bring_to(checkpoint: Checkpoint | None, trainer: Trainer, record: RunRecord
     for line in record.notes:
         job.console.say(line)
     if checkpoint is not None:
-        from ddp_core.run.resuming import resume
-
         resume(trainer, checkpoint, directory, is_changed=bool(record.notes))
         return
     if record.world.is_first and next(each_record(directory.metrics), None):

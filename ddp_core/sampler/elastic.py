@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from itertools import chain
 from operator import length_hint
 from typing import Any, cast
@@ -100,7 +100,10 @@ class ElasticSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         self._start = self._next_start()
-        return _StatefulIds.of(_Iteration(self))
+        iteration = _Iteration(self)
+        ids = cast(_StatefulIds, _StatefulIds.from_iterable(iteration.blocks()))
+        ids.state_dict, ids.load_state_dict = iteration.state_dict, iteration.load_state_dict
+        return ids
 
     def _state(self, epoch: int, samples_trained: int) -> dict[str, Any]:
         return {
@@ -128,30 +131,6 @@ class ElasticSampler(Sampler[int]):
     def _next_start(self) -> int:
         """The global position at which an iteration would begin now."""
         return 0 if self._for_one_iteration else self.samples_trained
-
-    def _begin(self) -> tuple[int, int]:
-        """Begin an iteration: the epoch and the global position of its first sample."""
-        self._stand_at(self.epoch, self._next_start())
-        self._chosen = None
-        return self.epoch, self._start
-
-    def _continue(self, epoch: int, samples_trained: int) -> None:
-        """Stand where a loader's state says, for one iteration.
-
-        A loader loads its state only when it is iterated, after the loop has chosen an epoch. A later epoch begins at
-        its first sample, as always with set_epoch. Raises ValueError for an earlier one: nobody resumes to go back.
-        """
-        if self._chosen is not None and self._chosen < epoch:
-            raise ValueError(
-                f"the loader's saved position is in epoch {epoch}, but set_epoch({self._chosen}) was called: call "
-                f"set_epoch({epoch}) before iterating (with Accelerate, on the prepared loader), or start epoch "
-                f"{self._chosen} without loading a position"
-            )
-        if self._chosen is not None and self._chosen > epoch:
-            self._stand_at(self._chosen, 0)
-            return
-        self._stand_at(epoch, samples_trained)
-        self._for_one_iteration = True
 
     def _positions(self, start: int) -> range:
         """The global positions that this rank takes, from `start` to the end of the epoch."""
@@ -182,9 +161,11 @@ class _Iteration:
         """The ids, some thousands at a time."""
         sampler = self._sampler
         if self._loaded is not None and self._loaded[0] == sampler.epoch:
-            self._begun, sampler._chosen = self._loaded, None
+            self._begun = self._loaded
         else:
-            self._begun = sampler._begin()
+            sampler._stand_at(sampler.epoch, sampler._next_start())
+            self._begun = sampler.epoch, sampler._start
+        sampler._chosen = None
         epoch, start = self._begun
         positions = sampler._positions(start)
         permutation = sampler.order.permutation(epoch) if sampler.shuffle and positions else None
@@ -214,10 +195,23 @@ class _Iteration:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position that an iteration has reached, on any number of ranks.
 
-        Raises ValueError for another order, and where the loop has chosen an earlier epoch.
+        A loader loads its state only when it is iterated, after the loop has chosen an epoch. A later epoch begins at
+        its first sample, as always with set_epoch. Raises ValueError for an earlier one, as nobody resumes to go back,
+        and for another order.
         """
-        loaded = self._sampler._position_in(state)
-        self._sampler._continue(*loaded)
+        sampler, loaded = self._sampler, self._sampler._position_in(state)
+        epoch, chosen = loaded[0], sampler._chosen
+        if chosen is not None and chosen < epoch:
+            raise ValueError(
+                f"the loader's saved position is in epoch {epoch}, but set_epoch({chosen}) was called: call "
+                f"set_epoch({epoch}) before iterating (with Accelerate, on the prepared loader), or start epoch "
+                f"{chosen} without loading a position"
+            )
+        if chosen is not None and chosen > epoch:
+            sampler._stand_at(chosen, 0)
+        else:
+            sampler._stand_at(*loaded)
+            sampler._for_one_iteration = True
         self._loaded = loaded
 
 
@@ -229,20 +223,5 @@ class _StatefulIds(chain[int]):
     computing it.
     """
 
-    _iteration: _Iteration
-
-    @classmethod
-    def of(cls, iteration: _Iteration) -> _StatefulIds:
-        """The ids of an iteration."""
-        blocks: Iterable[Iterable[int]] = iteration.blocks()
-        ids = cast(_StatefulIds, cls.from_iterable(blocks))
-        ids._iteration = iteration
-        return ids
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position reached, as a sampler's state."""
-        return self._iteration.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a position that such an iterator has reached."""
-        self._iteration.load_state_dict(state)
+    state_dict: Callable[[], dict[str, Any]]
+    load_state_dict: Callable[[dict[str, Any]], None]

@@ -8,19 +8,19 @@ to each rank are not used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, cast, overload
+from typing import Any, Generic, Protocol, cast
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
+from typing_extensions import TypeVar
 
 from ddp_core.base.seeds import mix
 
 from .elastic import ElasticSampler
 
-Batch = TypeVar("Batch")
+Batch = TypeVar("Batch", default=Any)
 """What a micro-batch is loaded as: what `collate_fn` returns, or else tensors."""
 
 
@@ -111,7 +111,6 @@ class MicroBatches(Generic[Batch]):
     a data set's `set_epoch`; RuntimeError for a step out of turn and for a second pass over one epoch.
     """
 
-    @overload
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -120,43 +119,7 @@ class MicroBatches(Generic[Batch]):
         micro_batch: int,
         *,
         keyed_random: bool = True,
-        collate_fn: Callable[[Any], Batch],
-        **loader: Any,
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: MicroBatches[Sequence[Tensor]],
-        dataset: Dataset[tuple[Tensor, ...]],
-        sampler: ElasticSampler,
-        reduction: StepReduction,
-        micro_batch: int,
-        *,
-        keyed_random: bool = True,
-        **loader: Any,
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: MicroBatches[Any],
-        dataset: Dataset[Any],
-        sampler: ElasticSampler,
-        reduction: StepReduction,
-        micro_batch: int,
-        *,
-        keyed_random: bool = True,
-        **loader: Any,
-    ) -> None: ...
-
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        sampler: ElasticSampler,
-        reduction: StepReduction,
-        micro_batch: int,
-        *,
-        keyed_random: bool = True,
-        collate_fn: Callable[[Any], Any] | None = None,
+        collate_fn: Callable[[Any], Batch] | None = None,
         **loader: Any,
     ) -> None:
         if micro_batch < 1:

@@ -78,14 +78,6 @@ class BlockParcel(Parcel):
         for row, part, is_used in zip(self.rows, parts, used, strict=True):
             row.tensor.grad = row.filled(part[: row.stop - row.start]) if is_used else None
 
-    def discard(self) -> None:
-        for row in self.rows:
-            row.tensor.grad = None
-
-    def remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
     @our_code
     def _made(self, position: int, whole: Tensor) -> None:
         if not self.is_open:

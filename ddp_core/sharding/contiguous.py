@@ -8,7 +8,6 @@ Not one machine with `rounds`: this way a rank sends once in a step, in place of
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import threading
 
@@ -17,9 +16,8 @@ from torch import Tensor
 
 from ddp_core.base.seeds import share_of
 from ddp_core.reduction.communication import Transfer
-from ddp_core.reduction.flat import record_use, scale_
-from ddp_core.reduction.one_level import plan_for
-from ddp_core.reduction.tree import GradientTree, Span, add_, are_siblings
+from ddp_core.reduction.flat import record_use
+from ddp_core.reduction.tree import GradientTree, Span, add_, are_siblings, plan_for
 
 from .parcels import GroupParcel, PartShares
 from .shards import FlatGroup
@@ -35,51 +33,40 @@ class ContiguousPieces(PartShares[GroupParcel]):
     """Sends each flat group in the last backward; a gradient is let go of as soon as it is in a message."""
 
     def share(self, micro_batches: int) -> range:
-        """The micro-batches of a step that this rank computes, in order."""
-        return share_of(micro_batches, self._parts.rank, self._parts.world_size)
+        return share_of(micro_batches, self.channel.by_parts.rank, self.channel.by_parts.world_size)
 
     def begin(self, micro_batches: int) -> None:
-        """Start a step."""
         share = self.share(micro_batches)
         self._tree = GradientTree(micro_batches, share.start, share.stop)
         self._statistics = GradientTree(micro_batches, share.start, share.stop)
         self._used = [[False] * parcel.count for parcel in self._parcels]
-        self._totals: collections.deque[torch.futures.Future[Tensor]] = collections.deque()
-        for parcel in self._parcels:
-            parcel.discard()
-        self._turns.begin()
+        self._totals: list[torch.futures.Future[Tensor]] = []
+        self._begin_pass()
         self._under_way = threading.BoundedSemaphore(self.channel.threads)
 
     def backward(self, index: int) -> contextlib.AbstractContextManager[None]:
-        """Run forward and backward of micro-batch `index` inside."""
         return self._opened() if index == self._tree.span.stop - 1 else contextlib.nullcontext()
 
     def push(self, statistics: Tensor) -> None:
-        """Take the gradients of the micro-batch that was run, and its batch-norm statistics."""
         if self._tree.next_leaf == self._tree.span.stop - 1:
-            self._turns.send_rest()
+            self._send_rest()
         else:
             self._tree.push(self.gradients.take())
         if statistics.numel():
             self._statistics.push([statistics])
 
-    def finish(self, statistics: Tensor, scale: float) -> None:
-        """Set the `.grad` of this rank's pieces to the sum over all micro-batches times `scale`, and `statistics`."""
+    def finish(self, statistics: Tensor) -> None:
         self.gradients.refuse_foreign()
         # A rank without a micro-batch has sent nothing yet.
-        self._turns.send_rest()
+        self._send_rest()
         if statistics.numel():
             own = [tensor for subtree in self._statistics.subtrees for tensor in subtree.tensors if tensor is not None]
             self.channel.sum(own, statistics, self._tree.leaves)
-        totals = []
-        while self._totals:
-            # Each is multiplied while the next ones are on their way.
-            totals.append(self._totals.popleft().wait())
-            scale_([totals[-1]], scale)
+        totals, self._totals = [total.wait() for total in self._totals], []
         flags = [float(is_used) for of_parcel in self._used for is_used in of_parcel]
         counts = torch.tensor(flags, device=self.channel.device)
         # A count per rank is one leaf of a tree over ranks; small integers add exactly.
-        self.channel.sum([counts], counts, self._parts.world_size)
+        self.channel.sum([counts], counts, self.channel.by_parts.world_size)
         self._give(totals, counts)
 
     def _send(self, number: int) -> None:
@@ -99,8 +86,8 @@ class ContiguousPieces(PartShares[GroupParcel]):
             if not parcel.elements:
                 return group.empty()
             with self._under_way:
-                plan = plan_for(tree.leaves, self._parts.world_size)
-                (total,) = yield from self._parts.fold(own, parcel.like, plan, group.cuts)
+                plan = plan_for(tree.leaves, self.channel.by_parts.world_size)
+                (total,) = yield from self.channel.by_parts.fold(own, parcel.like, plan, group.cuts)
                 return total
 
         self._totals.append(self.channel.submit(job(), group.flat))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddp_core.base.digests import named_tensors
 from ddp_core.checkpoint import whole_tensors
-from ddp_core.checkpoint.queues import load_optimizer, with_queues, without_queues
+from ddp_core.checkpoint.state import load_optimizer, with_queues, without_queues
 
 
 @dataclass(eq=False)

@@ -16,13 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from ddp_core.checkpoint import CutTensor
 from ddp_core.checkpoint.state import replaced
 from ddp_core.reduction import ExactReduction
-from ddp_core.reduction.agreement import gathered
 
-from .elementwise import require_elementwise
 from .owned import Owned
 from .ownership import Ownership
 from .shards import refuse_shared_memory
-from .updates import OwnUpdates
+from .updates import OwnUpdates, require_elementwise
 
 
 class OwnsPart(Ownership):
@@ -70,7 +68,6 @@ class OwnsPart(Ownership):
         self.updates.load_whole_state(state)
 
     def close(self) -> None:
-        """Let go of the optimizer; the module stays as it is."""
         for hook in self.hooks:
             hook.remove()
 
@@ -86,14 +83,10 @@ def first_after_step(optimizer: torch.optim.Optimizer, hook: Callable[..., None]
 def whole_on_first(state: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any] | None:
     """A state with a whole tensor, in host memory, for each CutTensor: on rank 0 of `group`, and None on the others.
 
-    A collective; one tensor is gathered at a time. Raises ValueError on every rank where the ranks have CutTensors of
-    unlike tensors.
+    A collective; one tensor is gathered at a time.
     """
     cuts: dict[int, CutTensor] = {}
     replaced(state, lambda leaf, _: cuts.setdefault(id(leaf), leaf) if isinstance(leaf, CutTensor) else leaf)
-    shapes = [cut.shape for cut in cuts.values()]
-    if any(theirs != shapes for theirs in gathered(shapes, group)):
-        raise ValueError("the ranks hold parts of unlike tensors")
     wholes = {key: _whole(cut, group) for key, cut in cuts.items()}
     if group is not None and group.rank():
         return None

@@ -10,15 +10,14 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ddp_core.base.user_code import our_code
 from ddp_core.reduction.communication import Channel
 from ddp_core.reduction.flat import Gradients, record_use
-from ddp_core.reduction.parts import Parts
 
-from .norm import norm_of_owned
-from .owned import Owned
-from .shards import FlatGroup, Piece, Shards
+from .owned import Owned, norm_of_owned
+from .shards import FlatGroup
 
 P = TypeVar("P", bound="Parcel")
 
@@ -27,7 +26,7 @@ class Parcel(ABC):
     """The gradients of some parameters, which are sent as one flat tensor: `cuts` says which part each rank gets.
 
     A parcel is open while a backward fills it, ready when all its gradients are there or none can come any more, and
-    sent once in each pass (`Turns`).
+    sent once in each pass (`PartShares`).
     """
 
     cuts: Sequence[slice]
@@ -39,6 +38,7 @@ class Parcel(ABC):
     """The number of parameters."""
     is_open = is_ready = is_sent = False
     became_ready: Callable[[], None]
+    _hooks: Sequence[RemovableHandle]
 
     def open(self) -> None:
         """Take the gradients of the backward that follows."""
@@ -64,53 +64,18 @@ class Parcel(ABC):
     def give(self, total: Tensor, used: Sequence[bool]) -> None:
         """Set the `.grad` of what this rank owns to its part of the sum, or to None where a parameter was not used."""
 
-    @abstractmethod
-    def discard(self) -> None:
-        """Forget this rank's sums of the step before."""
-
-    @abstractmethod
     def remove_hooks(self) -> None:
         """Leave the parameters as they were."""
-
-
-class Turns:
-    """Calls `send` with the number of each parcel once in a pass, in sequence: parcel 0 first.
-
-    A parcel is sent as soon as it is ready and those before it are sent. Backward makes gradients from the last layer
-    to the first, so the parcels' sequence should be about that one.
-    """
-
-    def __init__(self, parcels: Sequence[Parcel], send: Callable[[int], None]) -> None:
-        self._parcels, self._send = parcels, send
-        self._next = len(parcels)  # before the first pass, there is nothing to send
-        for parcel in parcels:
-            parcel.became_ready = self.send_ready
-
-    def begin(self) -> None:
-        """All parcels are still to be sent."""
-        self._next = 0
-        for parcel in self._parcels:
-            parcel.is_ready = parcel.is_sent = False
-
-    def send_ready(self) -> None:
-        """Send what is ready, up to the first parcel that is not."""
-        while self._next < len(self._parcels) and self._parcels[self._next].is_ready:
-            # Counted first: what fails in `send` is not sent again.
-            number, self._next = self._next, self._next + 1
-            self._parcels[number].is_sent = True
-            self._send(number)
-
-    def send_rest(self) -> None:
-        """Send the parcels that are not sent yet, complete or not."""
-        for parcel in self._parcels:
-            parcel.complete()
-        self.send_ready()
+        for hook in self._hooks:
+            hook.remove()
 
 
 class PartShares(ABC, Generic[P]):
-    """What both `OwnShares` have in common, which bring the gradients of `parcels`, in sequence, to who owns them.
+    """What both `OwnShares` have in common, which bring the gradients of `parcels` to who owns them.
 
-    `owned` has what this rank owns of each parameter, `gradients` those that backward makes.
+    Parcels are sent in sequence, once in a pass: each as soon as it is ready and those before it are sent. Backward
+    makes gradients from the last layer to the first, so the parcels' sequence should be about that one. `owned` has
+    what this rank owns of each parameter, `gradients` those that backward makes.
     """
 
     def __init__(
@@ -118,19 +83,20 @@ class PartShares(ABC, Generic[P]):
         parcels: Sequence[P],
         owned: Sequence[Owned],
         gradients: Gradients,
-        parts: Parts,
         channel: Channel,
         weights_to_compare: dist.ProcessGroup | None,
     ) -> None:
         self.gradients, self.channel, self.weights_to_compare = gradients, channel, weights_to_compare
-        self._parcels, self._parts = parcels, parts
+        self._parcels = parcels
         self._trained = [each for each in owned if each.is_trained]
         self.reduced: Sequence[nn.Parameter] = [each.tensor for each in self._trained if each.tensor is not None]
-        self._turns = Turns(parcels, self._send)
+        self._next = len(parcels)  # before the first pass, there is nothing to send
+        for parcel in parcels:
+            parcel.became_ready = self._send_ready
 
     def norm(self) -> Tensor:
         """The norm of the whole gradient, as on one process; a collective."""
-        return norm_of_owned(self._trained, self.channel, self._parts.world_size)
+        return norm_of_owned(self._trained, self.channel)
 
     def close(self) -> None:
         """Take the hooks away."""
@@ -140,6 +106,26 @@ class PartShares(ABC, Generic[P]):
     @abstractmethod
     def _send(self, number: int) -> None:
         """Send a parcel in the background."""
+
+    def _begin_pass(self) -> None:
+        """All parcels are still to be sent."""
+        self._next = 0
+        for parcel in self._parcels:
+            parcel.is_ready = parcel.is_sent = False
+
+    def _send_ready(self) -> None:
+        """Send what is ready, up to the first parcel that is not."""
+        while self._next < len(self._parcels) and self._parcels[self._next].is_ready:
+            # Counted first: what fails in `_send` is not sent again.
+            number, self._next = self._next, self._next + 1
+            self._parcels[number].is_sent = True
+            self._send(number)
+
+    def _send_rest(self) -> None:
+        """Send the parcels that are not sent yet, complete or not."""
+        for parcel in self._parcels:
+            parcel.complete()
+        self._send_ready()
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[None]:
@@ -160,15 +146,18 @@ class PartShares(ABC, Generic[P]):
 
 
 class GroupParcel(Parcel):
-    """The gradients of one flat group of whole parameters, watched by hooks on these; `pieces` are this rank's."""
+    """The gradients of one flat group of whole parameters, watched by hooks on these.
+
+    `owned`: what this rank, `rank`, owns of all parameters.
+    """
 
     _missing: set[int]
     """The parameters, by their positions, whose gradients the backward at hand has still to make."""
 
-    def __init__(self, group: FlatGroup, pieces: Sequence[Piece], rank: int, gradients: Gradients) -> None:
+    def __init__(self, group: FlatGroup, owned: Sequence[Owned], rank: int, gradients: Gradients) -> None:
         self.group, self.cuts, self.count = group, group.cuts, len(group.positions)
         self.like, self.elements = group.flat[:0], group.flat.numel()
-        self._pieces, self._first, self._gradients = pieces, group.cuts[rank].start, gradients
+        self._owned, self._first, self._gradients = owned, group.cuts[rank].start, gradients
         self._hooks = [
             gradients.parameters[position].register_post_accumulate_grad_hook(partial(self._made, position))
             for position in group.positions
@@ -189,18 +178,12 @@ class GroupParcel(Parcel):
         return flat
 
     def give(self, total: Tensor, used: Sequence[bool]) -> None:
-        is_used = dict(zip(self.group.positions, used, strict=True))
-        for piece in self._pieces:
-            part = total[piece.place.start - self._first : piece.place.stop - self._first]
-            piece.tensor.grad = part.view(piece.tensor.shape) if is_used[piece.position] else None
-
-    def discard(self) -> None:
-        for piece in self._pieces:
-            piece.tensor.grad = None
-
-    def remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        for position, begin, is_used in zip(self.group.positions, self.group.starts, used, strict=False):
+            own = self._owned[position]
+            if own.tensor is not None:
+                start = begin + own.start - self._first
+                part = total[start : start + own.stop - own.start]
+                own.tensor.grad = part.view(own.tensor.shape) if is_used else None
 
     @our_code
     def _made(self, position: int, parameter: Tensor) -> None:
@@ -215,13 +198,3 @@ class GroupParcel(Parcel):
         if not self._missing:
             self.is_ready = True
             self.became_ready()
-
-
-def group_parcels(shards: Shards, rank: int, gradients: Gradients) -> list[GroupParcel]:
-    """A parcel for each group of the shards, the last group first: backward makes its gradients first."""
-    pieces = shards.pieces(rank)
-    parcels = [
-        GroupParcel(group, [piece for piece in pieces if piece.group == number], rank, gradients)
-        for number, group in enumerate(shards.groups)
-    ]
-    return parcels[::-1]

@@ -15,12 +15,11 @@ from ddp_core.reduction.agreement import refuse_unfit_shares, require_agreement
 from ddp_core.reduction.communication import Channel, in_last_phase
 from ddp_core.reduction.flat import Gradients, in_memory_order
 from ddp_core.reduction.ordered_sum import groups_of
-from ddp_core.reduction.parts import order_of, parts_on
+from ddp_core.reduction.parts import order_of
 
 from .contiguous import THREADS, ContiguousPieces
-from .owned import Owned
 from .owns_part import OwnsPart, first_after_step
-from .parcels import group_parcels
+from .parcels import GroupParcel
 from .rounds import Rounds
 from .shards import Shards, shard_groups
 from .updates import OwnUpdates
@@ -73,23 +72,12 @@ class OwnsPieces(OwnsPart):
         is_strided = shares == "strided" and self.group is not None
         threads = None if is_strided or groups else THREADS
         self._channel = Channel(self.group, self.device, timeout, nodes, threads=threads)
-        self._parts = parts_on(self._channel.group, groups, self.device)
-        own = {piece.position: piece for piece in self._shards.pieces(rank)}
-        named = enumerate(zip(gradients.names, gradients.parameters, strict=True))
-        self.owned = [
-            Owned(name, parameter, piece.start, piece.stop, piece.tensor)
-            if (piece := own.get(position)) is not None
-            else Owned(name, parameter, 0, 0, None)
-            for position, (name, parameter) in named
-        ]
+        self.owned = self._shards.owned(rank, gradients.names)
         self._owned_by_id = dict(zip(map(id, gradients.parameters), self.owned, strict=True))
-        parcels = group_parcels(self._shards, rank, gradients)
-        given = (parcels, self.owned, gradients, self._parts, self._channel)
-        of_ranks = (
-            Rounds(*given, _UNDER_WAY, weights_to_compare=self.group)
-            if is_strided
-            else ContiguousPieces(*given, self.group)
-        )
+        # The last group first: backward makes its gradients first.
+        parcels = [GroupParcel(group, self.owned, rank, gradients) for group in reversed(self._shards.groups)]
+        given = (parcels, self.owned, gradients, self._channel, self.group)
+        of_ranks = Rounds(*given, _UNDER_WAY) if is_strided else ContiguousPieces(*given)
         self.reduction = ExactReduction(module, micro_batches, process_group=self.group, shares=of_ranks)
         self.updates = OwnUpdates(optimizer, self._owned_by_id, self.group)
         self.hooks = [first_after_step(optimizer, lambda *_: self.gather_parameters())]
@@ -116,7 +104,7 @@ class OwnsPieces(OwnsPart):
         like = torch.empty(0, device=self.device)
 
         def gather() -> Tensor:
-            self._parts.gather(flats)
+            self._channel.by_parts.gather(flats)
             return like
 
         self._channel.submit(in_last_phase(gather), like).wait()

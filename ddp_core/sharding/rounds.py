@@ -2,7 +2,7 @@
 
 Rank r of W computes the micro-batches r, r + W, r + 2W, … In every backward each parcel of gradients is sent as soon as
 it is complete, part r of it to rank r, in the background; then its gradients are freed. The W arrivals are neighbouring
-leaves of the canonical tree, so their owner adds them up and pushes the sums onto a binary counter (`round_sum`): the
+leaves of the canonical tree, so their owner adds them up and pushes the sums onto a binary counter (`strided`): the
 same additions as on one process, in N/W * (log2(M) + 1) elements at most. A rank sends M / W halves of an all-reduce in
 a step, where contiguous shares send one.
 """
@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_core.reduction.communication import Channel, Transfer, in_last_phase
-from ddp_core.reduction.flat import Gradients, scale_
-from ddp_core.reduction.parts import Parts
-from ddp_core.reduction.round_sum import LeafSum, RoundSum
+from ddp_core.reduction.flat import Gradients
+from ddp_core.reduction.strided import LeafSum, RoundSum
 
 from .owned import Owned
 from .parcels import Parcel, PartShares
@@ -31,9 +30,9 @@ class Rounds(PartShares[Parcel]):
     """How an ExactReduction deals micro-batches to ranks and brings the gradients of `parcels` together.
 
     At most `under_way` parcels are on their way at a time, and backward waits for more: a slow network must not pile up
-    gradients. Where a forward or backward exchanges parameters (`in_pass` is entered around each),
-    every rank must run the same number of them (`needs_passes`): where the last round of a step has fewer micro-batches
-    than ranks, the other ranks run an `idle_pass`.
+    gradients. Where a forward or backward exchanges parameters (`in_pass` is entered around each), every rank must run
+    the same number of them: where the last round of a step has fewer micro-batches than ranks, the other ranks run an
+    `idle_pass`.
     """
 
     def __init__(
@@ -41,15 +40,13 @@ class Rounds(PartShares[Parcel]):
         parcels: Sequence[Parcel],
         owned: Sequence[Owned],
         gradients: Gradients,
-        parts: Parts,
         channel: Channel,
+        weights_to_compare: dist.ProcessGroup | None,
         under_way: int,
-        needs_passes: bool = False,
-        in_pass: Callable[[], AbstractContextManager[None]] = nullcontext,
-        weights_to_compare: dist.ProcessGroup | None = None,
+        in_pass: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
-        super().__init__(parcels, owned, gradients, parts, channel, weights_to_compare)
-        self._under_way_at_most, self._needs_passes, self._in_pass = under_way, needs_passes, in_pass
+        super().__init__(parcels, owned, gradients, channel, weights_to_compare)
+        self._under_way_at_most, self._in_pass = under_way, in_pass
         self._sums: list[RoundSum]
         self._notes: LeafSum | None
         """Sums the batch-norm statistics, and for each parameter how many micro-batches have used it."""
@@ -60,43 +57,35 @@ class Rounds(PartShares[Parcel]):
         self._under_way: collections.deque[torch.futures.Future[Tensor]] = collections.deque()
 
     def share(self, micro_batches: int) -> range:
-        """The micro-batches of a step that this rank computes, in order."""
-        return range(self._parts.rank, micro_batches, self._parts.world_size)
+        return range(self.channel.by_parts.rank, micro_batches, self.channel.by_parts.world_size)
 
     def begin(self, micro_batches: int) -> None:
-        """Start a step."""
         self._wait_for_all_but(0)
         self._leaves, self._rounds, self._notes = micro_batches, 0, None
         self._sums = [
-            RoundSum(self._parts, parcel.elements, parcel.like, micro_batches, parcel.cuts) for parcel in self._parcels
+            RoundSum(self.channel.by_parts, each.elements, each.like, micro_batches, each.cuts)
+            for each in self._parcels
         ]
-        for parcel in self._parcels:
-            parcel.discard()
 
     @property
     def idle_passes(self) -> int:
         """How many passes this rank has to run in this step after those of its micro-batches: one or none."""
-        return self._idle_rounds if self._needs_passes else 0
+        return 0 if self._in_pass is None else self._idle_rounds
 
-    @contextlib.contextmanager
-    def backward(self, index: int) -> Iterator[None]:
-        """Run the backward of micro-batch `index` inside, and the forward inside or, without `needs_passes`, before."""
-        with self._one_pass(counts=True):
-            yield
+    def backward(self, index: int) -> AbstractContextManager[None]:
+        """Run the backward of micro-batch `index` inside, and the forward inside or, without `in_pass`, before."""
+        return self._one_pass(counts=True)
 
-    @contextlib.contextmanager
-    def idle_pass(self) -> Iterator[None]:
+    def idle_pass(self) -> AbstractContextManager[None]:
         """Run forward and backward of any micro-batch inside, after this rank's own; its gradients do not count."""
-        with self._one_pass(counts=False):
-            yield
+        return self._one_pass(counts=False)
 
     def push(self, statistics: Tensor) -> None:
-        """Take the batch-norm statistics of the micro-batch that was run."""
         used = [float(is_used) for of_parcel in self._used for is_used in of_parcel]
         self._push_notes([statistics, torch.tensor(used, device=self.channel.device)])
 
-    def finish(self, statistics: Tensor, scale: float) -> None:
-        """Set the `.grad` of what this rank owns to the sum over all micro-batches times `scale`, and `statistics`.
+    def finish(self, statistics: Tensor) -> None:
+        """Set the `.grad` of what this rank owns, and `statistics`, to the sum over all micro-batches.
 
         Raises RuntimeError where an idle pass is missing, in which the other ranks wait for this one.
         """
@@ -117,24 +106,21 @@ class Rounds(PartShares[Parcel]):
         summed_statistics, counts = self._notes.totals()
         self._wait_for_all_but(0)
         statistics.copy_(summed_statistics)
-        sums = [future.wait() for future in totals]
-        for total in sums:
-            scale_([total], scale)
-        self._give(sums, counts)
+        self._give([future.wait() for future in totals], counts)
         self._sums, self._notes = [], None
 
     @property
     def _idle_rounds(self) -> int:
-        rounds, own = -(-self._leaves // self._parts.world_size), len(self.share(self._leaves))
+        rounds, own = -(-self._leaves // self.channel.by_parts.world_size), len(self.share(self._leaves))
         return rounds - max(self._rounds, own)
 
     @contextlib.contextmanager
     def _one_pass(self, counts: bool) -> Iterator[None]:
         self._counts, self._used = counts, [[]] * len(self._parcels)
-        self._turns.begin()
-        with self._opened(), self._in_pass():
+        self._begin_pass()
+        with self._opened(), (self._in_pass or nullcontext)():
             yield
-        self._turns.send_rest()
+        self._send_rest()
         self._rounds += 1
 
     def _send(self, number: int) -> None:
@@ -151,7 +137,7 @@ class Rounds(PartShares[Parcel]):
 
     def _push_notes(self, leaf: list[Tensor], counts: bool = True) -> None:
         if self._notes is None:
-            self._notes = LeafSum(self._parts, self.channel, leaf, self._leaves)
+            self._notes = LeafSum(self.channel, leaf, self._leaves)
         self._under_way += self._notes.push(leaf if counts else None)
 
     def _wait_for_all_but(self, count: int) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -29,14 +28,12 @@ from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.agreement import require_agreement, require_equal_weights
 from ddp_core.reduction.communication import Channel, own_group
 from ddp_core.reduction.flat import Gradients
-from ddp_core.reduction.parts import parts_on
+from ddp_core.reduction.parts import Parts, parts_on
 
-from .block_calls import BlockCalls
-from .block_gather import gather_by_messages
 from .block_parcel import BlockParcel, UnreadMemory
-from .blocks import FEWEST_ELEMENTS, WholeParameters, blocks_of, refusal, refuse_unsuitable
+from .blocks import FEWEST_ELEMENTS, BlockCalls, WholeParameters, blocks_of, refusal, refuse_unsuitable
 from .owned import Rows
-from .owns_part import OwnsPart, first_after_step, whole_on_first
+from .owns_part import OwnsPart, first_after_step
 from .rounds import Rounds
 from .updates import OwnUpdates
 
@@ -75,7 +72,6 @@ class OwnsRows(OwnsPart):
         micro_batches: int,
         *,
         process_group: dist.ProcessGroup,
-        timeout: timedelta | None = None,
         fewest_elements: int = FEWEST_ELEMENTS,
         node: str | int | None = None,
     ) -> None:
@@ -86,7 +82,7 @@ class OwnsRows(OwnsPart):
             nodes = require_agreement(process_group, micro_batches, "strided, in rows", Gradients(module), node)
             require_equal_weights(process_group, module, "before the first step")
         # Gathers are in another sequence than what the caller sends, such as losses, and the two must not mix.
-        own = own_group(process_group, self.device, timeout)
+        own = own_group(process_group, self.device)
         wholes = dict(module.named_parameters(remove_duplicate=False))
         self._parts = _wrapped(module, own, self.device, fewest_elements)
         self._rows: dict[str, Rows] = {}
@@ -99,25 +95,22 @@ class OwnsRows(OwnsPart):
             self._rows[name] = by_parameter[id(parameter)]
         # Here, because some blocks stay gathered between two passes, and the module then names other objects.
         members = itertools.chain.from_iterable(map(gathered_together, self._parts))
-        self._gathered: dict[str, Tensor] = {by_parameter[id(part)].name: whole for part, whole in members}
-        self._wholes = WholeParameters(self._gathered, wholes)
+        self._wholes = WholeParameters({by_parameter[id(part)].name: whole for part, whole in members}, wholes)
         # All ranks send in this sequence, that of a usual backward, whichever gradients are there first.
-        unread, parts = UnreadMemory(), reversed(self._parts)
-        channel = Channel(process_group, self.device, timeout, nodes)
+        rows, unread, parts = list(by_parameter.values()), UnreadMemory(), reversed(self._parts)
+        channel = Channel(process_group, self.device, None, nodes)
         gather_by_messages(self._parts, own, channel.ordered_sum.groups, self.device)
         self._rounds = Rounds(
             [BlockParcel(part, by_parameter, own.size(), unread) for part in parts if sent_together(part)],
-            list(by_parameter.values()),
-            _GradientsOfRows(list(by_parameter.values())),
-            parts_on(channel.group, channel.ordered_sum.groups, self.device),
+            rows,
+            _GradientsOfRows(rows),
             channel,
+            None,  # which were compared above
             _UNDER_WAY,
-            needs_passes=True,
             in_pass=self._wholes.exact_pass,
         )
         self.reduction = ExactReduction(module, micro_batches, process_group=process_group, shares=self._rounds)
         self.updates = OwnUpdates(optimizer, {id(wholes[name]): rows for name, rows in self._rows.items()}, self.group)
-        rows = list(by_parameter.values())
         self.owned = [*rows]
 
         def take(*_: Any) -> None:
@@ -157,7 +150,7 @@ class OwnsRows(OwnsPart):
         }
 
     def whole_weights(self) -> dict[str, Any] | None:
-        return whole_on_first(self.own_weights(), self.group)
+        return self.whole_on_first(self.own_weights())
 
     def own_weights(self, copy: nn.Module | None = None) -> dict[str, Any]:
         assert copy is None, "a copy of the module would have whole weights"
@@ -167,8 +160,7 @@ class OwnsRows(OwnsPart):
         cuts: dict[int, CutTensor] = {}
         for name, rows in self._rows.items():
             if name in state:
-                cut = cuts.setdefault(id(rows), rows.cut_tensor(rows.local, rows.local.dtype))
-                state[name] = cut
+                state[name] = cuts.setdefault(id(rows), rows.cut_tensor(rows.local, rows.local.dtype))
         return state
 
     def load_weights(self, state: Mapping[str, Any]) -> None:
@@ -210,3 +202,42 @@ def _wrapped(
     if blocks and group.size() > 1:
         BlockCalls(module, blocks, group)
     return wrapped
+
+
+def gather_by_messages(
+    parts: Sequence[FSDPModule],
+    group: dist.ProcessGroup,
+    groups: tuple[tuple[int, ...], ...],
+    device: torch.device,
+) -> None:
+    """Let these modules of fully_shard gather by messages on `group` where their parameters are in host memory.
+
+    gloo's own all-gather is a ring, in which every rank's part passes through every other rank; NCCL's knows the nodes.
+    Nothing else sends messages on `group`. For `groups` see `parts_on`.
+    """
+    if device.type == "cpu" and group.size() > 1:
+        gather = _Gather(parts_on(group, groups, device))
+        for part in parts:
+            part.set_custom_all_gather(gather)  # type: ignore[arg-type]
+
+
+class _Gather:
+    """Stands in the place of torch's all-gather."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for all ranks' parts."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fill `output_tensor` with all ranks' parts, one after the other, and wait; `input_tensor` is this rank's."""
+        size = input_tensor.numel()
+        cuts = [slice(rank * size, (rank + 1) * size) for rank in range(group.size())]
+        mine = output_tensor[cuts[group.rank()]]
+        if mine.data_ptr() != input_tensor.data_ptr():
+            mine.copy_(input_tensor)
+        self._parts.gather([(output_tensor, cuts)])

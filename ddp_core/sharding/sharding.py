@@ -98,8 +98,8 @@ class Sharding:
     def check_parts(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Raise UserError (2) where the optimizer or the parameters cannot be cut; `cut` would, too."""
         if self.is_any:
-            from .elementwise import require_elementwise
             from .shards import refuse_shared_memory
+            from .updates import require_elementwise
 
             require_elementwise(optimizer)
             refuse_shared_memory(module)

@@ -17,7 +17,6 @@ import bisect
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -27,27 +26,10 @@ from ddp_core.reduction.exchange import LINE_BYTES
 from ddp_core.reduction.flat import fill_, flat_groups, in_memory_order, view_in
 from ddp_core.reduction.norm import BLOCK
 
+from .owned import Owned
+
 _ALONE = 256 * 1024
 """A parameter of so many elements has a flat tensor to itself, so that its gradient is sent without being copied."""
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """A range of one parameter's elements, in the sequence in which they lie in memory, that one rank owns."""
-
-    position: int
-    """Which of the shards' parameters it belongs to."""
-    start: int
-    stop: int
-    group: int
-    """Which of the shards' groups it lies in."""
-    place: slice
-    """Where it lies in the group's flat tensor."""
-    tensor: nn.Parameter
-    """The elements, in one dimension; it shares the parameter's memory, and has a gradient of its own.
-
-    A parameter that is a single number stays one: so all that an optimizer keeps of it has its shape.
-    """
 
 
 class FlatGroup:
@@ -109,7 +91,7 @@ class FlatGroup:
 
 
 class Shards:
-    """All pieces of all ranks: `parameters`, moved into flat tensors (`groups`) that are cut for ranks in `order`.
+    """What each rank owns: `parameters`, moved into flat tensors (`groups`) that are cut for ranks in `order`.
 
     The parameters stay the same objects with the same values and strides; their memory is new. So make it when the
     model is on its device, and do not move the model afterwards. The same on every rank that has the same parameters.
@@ -122,17 +104,20 @@ class Shards:
             raise ValueError("no parameter is trainable, so there is nothing to shard")
         self.groups = [FlatGroup(positions, self.parameters, order) for positions in shard_groups(self.parameters)]
         """In the sequence of their first parameters."""
-        self._pieces: dict[int, list[Piece]] = {}
 
-    def pieces(self, rank: int) -> list[Piece]:
-        """The pieces of `rank`, group by group and in the sequence of their memory; always the same objects."""
-        if rank not in self._pieces:
-            self._pieces[rank] = [
-                _piece(number, group, member, start, stop)
-                for number, group in enumerate(self.groups)
-                for member, start, stop in group.ranges(rank)
-            ]
-        return self._pieces[rank]
+    def owned(self, rank: int, names: Sequence[str]) -> list[Owned]:
+        """What `rank` owns of each parameter, of which these are the names, in their sequence.
+
+        What it updates shares the parameter's memory, and has a gradient of its own. Of a parameter that is a single
+        number it stays one: so all that an optimizer keeps of it has its shape.
+        """
+        found = [Owned(name, whole, 0, 0, None) for name, whole in zip(names, self.parameters, strict=True)]
+        for group in self.groups:
+            for member, start, stop in group.ranges(rank):
+                position, begin, whole = group.positions[member], group.starts[member], group.like[member]
+                own = group.flat[begin + start : begin + stop] if whole.dim() else group.flat[begin]
+                found[position] = Owned(names[position], whole, start, stop, nn.Parameter(own))
+        return found
 
 
 def shard_groups(parameters: Sequence[Tensor]) -> list[list[int]]:
@@ -152,13 +137,6 @@ def _border(wanted: int, starts: Sequence[int]) -> int:
     # Behind a parameter's last element lies what fills its last line, so the next range starts with the next parameter.
     upper = min(lower + BLOCK, starts[member + 1])
     return min(lower, upper, key=lambda place: abs(place - wanted))
-
-
-def _piece(number: int, group: FlatGroup, member: int, start: int, stop: int) -> Piece:
-    begin = group.starts[member]
-    place = slice(begin + start, begin + stop)
-    own = group.flat[place] if group.like[member].dim() else group.flat[begin]
-    return Piece(group.positions[member], start, stop, number, place, nn.Parameter(own))
 
 
 def refuse_shared_memory(module: nn.Module) -> None:

@@ -13,14 +13,13 @@ from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.builders import lay_out
 from ddp_core.observe.step import StepObserver, StepObservers
 from ddp_core.sharding import Sharding
-from ddp_core.trainers.bad_loss import end_or_skip
+from ddp_core.trainers.bad_loss import BufferCopies, end_or_skip
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.callback_calls import CallbackCalls
 from ddp_core.trainers.checks import Guard
 from ddp_core.trainers.clock import StepClock
-from ddp_core.trainers.digests import WeightDigests
-from ddp_core.trainers.evaluator import Evaluator
-from ddp_core.trainers.figures import Figures
+from ddp_core.trainers.evaluation import Evaluator
+from ddp_core.trainers.figures import Figures, WeightDigests
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.loop import Loop
 from ddp_core.trainers.noting import StepNotes
@@ -28,9 +27,8 @@ from ddp_core.trainers.passes import Passes, WeightUpdate, require_scalable
 from ddp_core.trainers.retraining import Retraining
 from ddp_core.trainers.saving import Saving
 from ddp_core.trainers.step_losses import LossGate, StepLosses, steps_between_reading
-from ddp_core.trainers.steps import Steps
-from ddp_core.trainers.strategy import Strategy
-from ddp_core.trainers.train_state import TrainState
+from ddp_core.trainers.strategy import SingleStrategy, Strategy
+from ddp_core.trainers.train_state import Steps, TrainState
 from ddp_core.trainers.witness import Witnessed
 
 
@@ -82,8 +80,6 @@ def build_trainer(job: Job) -> Trainer:
     # The clock counts what others take. An evaluation is printed with the epoch's mean loss, and callbacks get both.
     observers: list[StepObserver] = [clock, figures, evaluator]
     if job.options.on_nan == "skip" or job.collectives.takes_back:
-        from ddp_core.trainers.buffer_copies import BufferCopies
-
         observers.append(BufferCopies(state))
     # What follows looks at weights, which callbacks may change. Nothing is saved that a check has not let pass.
     observers += [callbacks, WeightDigests(job, clock, steps), guard, witnessed]
@@ -160,8 +156,6 @@ def _overlaps(job: Job) -> bool:
 def _strategy_of(job: Job) -> type[Strategy]:
     """The strategy of the job's layout; no other one is loaded."""
     if job.layout.kind == "single":
-        from ddp_core.trainers.single import SingleStrategy
-
         return SingleStrategy
     if Sharding.of(job.layout).is_any:
         from ddp_core.trainers.sharded import ShardedStrategy

@@ -1,14 +1,18 @@
-"""What is done where a loss is NaN or infinite: the run ends before the update, or the step is skipped."""
+"""What is done where a loss is NaN or infinite: the run ends before the update, or the step is skipped.
+
+A forward changes buffers, such as batch-norm statistics, before anybody knows whether its step counts.
+"""
 
 from __future__ import annotations
 
 import math
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.observe.step import StepReport
+from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.saving import Saving
+from ddp_core.trainers.train_state import TrainState
 
 
 def end_or_skip(job: Job, batches: Batches, saving: Saving, report: StepReport, done: int) -> None:
@@ -35,3 +39,16 @@ def end_or_skip(job: Job, batches: Batches, saving: Saving, report: StepReport, 
         "optimizer.lr, or use --on-nan skip",
         ExitCode.NUMERICS,
     )
+
+
+class BufferCopies(StepObserver):
+    """Keeps the buffers of each step's beginning; they come back where the step is skipped, or dropped."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+
+    def before_step(self, batch: StepBatch) -> None:
+        self._state.keep_buffers()
+
+    def skipped(self, batch: StepBatch) -> None:
+        self._state.put_back_buffers()

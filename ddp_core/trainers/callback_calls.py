@@ -14,14 +14,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.functions import overrides
 from ddp_core.base.user_code import user_code
 from ddp_core.checkpoint.state import in_host_memory
 from ddp_core.observe.callback import Callback, Moment
-from ddp_core.observe.step import StepBatch, StepObserver, StepReport
+from ddp_core.observe.step import StepBatch, StepObserver, StepReport, overrides
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
-from ddp_core.trainers.steps import Steps
+from ddp_core.trainers.train_state import Steps
 
 Method = Literal["on_step", "on_epoch", "on_end"]
 
@@ -65,8 +64,6 @@ class CallbackCalls(StepObserver):
             for position, callback in enumerate(job.parts.callbacks)
             if job.is_first or callback.ranks == "all"
         ]
-        self.has_any = bool(self._callbacks)
-        """Whether this rank has a callback."""
         self._loss: float | None = None
         self._methods: set[Method] = set()
         """In which methods a callback of any rank may ask to end the run."""
@@ -85,13 +82,13 @@ class CallbackCalls(StepObserver):
         methods: tuple[Method, ...] = ("on_step", "on_epoch")
         own = {method for _, callback in self._callbacks for method in methods if overrides(callback, Callback, method)}
         # A list of callbacks may differ between ranks.
-        by_rank = self._job.collectives.gather((own, self.has_any))
+        by_rank = self._job.collectives.gather((own, bool(self._callbacks)))
         self._methods = set().union(*(own for own, _ in by_rank))
         self._first_has_any = by_rank[0][1]
 
     def told(self) -> CallbackProgress | None:
         """What another process needs to know to call the callbacks in the place of rank 0."""
-        if not self._job.is_first or not self.has_any:
+        if not self._job.is_first or not self._callbacks:
             return self._shared
         states = in_host_memory(self._steps.state.states_of_callbacks(), self._job.device)
         return CallbackProgress(self._step, tuple(self._called), self._asked, states)

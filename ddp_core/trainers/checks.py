@@ -10,21 +10,20 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ddp_core.base.digests import fast_digest, first_difference
+from ddp_core.base.errors import ExitCode
+from ddp_core.distributed.process_group import Collectives
 from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.trainers.clock import StepClock
-from ddp_core.trainers.job import Job
+from ddp_core.trainers.job import Finding, Job
 from ddp_core.trainers.noting import group_numbers
 from ddp_core.trainers.saving import Saving
-from ddp_core.trainers.testimony import Finding
 from ddp_core.trainers.train_state import TrainState
-
-if TYPE_CHECKING:
-    from ddp_core.trainers.device_memory import DeviceMemory
 
 
 class Guard(StepObserver):
@@ -41,11 +40,7 @@ class Guard(StepObserver):
         """Whether a check has found something in a run that shall go on all the same; then nothing more is checked."""
         self.figures: dict[str, Any] = {"mode": self.mode, "seconds": {}}
         """What run.json keeps of the guard, in `attempts`: among them the seconds of each kind of check."""
-        self._memory: DeviceMemory | None = None
-        if job.device.type == "cuda":
-            from ddp_core.trainers.device_memory import DeviceMemory
-
-            self._memory = DeviceMemory(job.collectives)
+        self._memory = DeviceMemory(job.collectives) if job.device.type == "cuda" else None
         self._began_at = 0
 
     @property
@@ -134,3 +129,45 @@ def replicated(state: TrainState) -> Iterator[tuple[str, Tensor]]:
         for name, value in state.average.module.state_dict().items():
             if isinstance(value, Tensor):
                 yield f"the averaged {name}", value
+
+
+class DeviceMemory:
+    """Watches torch's allocator, whose counts tell of a lack that cuDNN has met and said nothing of.
+
+    A library may then silently go on with a kernel that needs less: cuDNN's next plan after one that finds no workspace
+    has other bits (aten/src/ATen/native/cudnn/Conv_v8.cpp). On a GPU this has run, and has met no lack.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._has_warned = False
+        self._before = self._counts()
+
+    def require_enough(self, step: int) -> str | None:
+        """A warning, once, where some rank's memory is nearly full; a collective.
+
+        Raises Finding (4), on every rank, where it ran out and training went on all the same.
+        """
+        ours = [now - before for now, before in zip(self._counts(), self._before, strict=True)]
+        everyones = self._collectives.gather((self._collectives.world.place, *ours))
+        for place, _, failed in everyones:
+            if failed:
+                raise Finding(
+                    f"{place}: the device's memory ran out up to step {step}, and something went on with less, such as "
+                    "cuDNN with another kernel, whose bits are others; use a smaller --set micro_batch=N, or end what "
+                    "else is on the device",
+                    ExitCode.RESOURCES,
+                )
+        short = [place for place, emptied, _ in everyones if emptied]
+        if not short or self._has_warned:
+            return None
+        self._has_warned = True
+        return (
+            f"warning: {short[0]}: the device's memory is nearly full, torch had to give back what it kept; with a "
+            "little less, cuDNN takes other kernels and the run ends"
+        )
+
+    def _counts(self) -> tuple[int, int]:
+        """How often torch gave back what it had kept, to find room, and how often that was not enough."""
+        found = torch.cuda.memory_stats(self._collectives.device)
+        return found.get("num_alloc_retries", 0), found.get("num_ooms", 0)

@@ -30,10 +30,8 @@ from ddp_core.base.trees import Batch, map_tensors, tensors_of
 from ddp_core.config.cut import BatchCut
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
-from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.tree import add_
-from ddp_core.reduction.watching import ForeignBuffers, TrainedParameters, WrittenParameters
-from ddp_core.trainers.job import Job
+from ddp_core.reduction.watching import DependsOnLayout, ForeignBuffers, TrainedParameters, WrittenParameters
 from ddp_core.trainers.keyed_random import KeyedRandom
 from ddp_core.trainers.passes import InPrecision, Passes
 from ddp_core.trainers.strategy import Strategy
@@ -51,8 +49,10 @@ class DataParallelStrategy(Strategy):
     """
 
     def set_up(self) -> None:
-        """Copy the model to the replicas' devices, and begin their threads."""
-        devices = [_device_of(self.job, number) for number in range(self.job.layout.nproc_per_node)]
+        count, first = self.job.layout.nproc_per_node, self.job.device
+        devices = [first] * count
+        if first.type == "cuda":
+            devices = [torch.device("cuda", number % torch.cuda.device_count()) for number in range(count)]
         turns = {device: threading.Lock() for device in devices if device.type == "cuda"}
         self.replicas = [
             _Replica(self, number, device, turns.get(device, contextlib.nullcontext()))
@@ -102,12 +102,10 @@ class DataParallelStrategy(Strategy):
         self._reduce(computed)
 
     def retrain(self) -> None:
-        """Let all replicas train what the first one does."""
         for replica in self.replicas:
             replica.retrain(self.model)
 
     def close(self) -> None:
-        """End the threads."""
         for replica in self.replicas:
             replica.thread.shutdown()
 
@@ -197,13 +195,6 @@ class _Replica:
         self.random = KeyedRandom(job.experiment.seed, device)
         self.thread = one_thread(f"replica-{number}", device)
 
-    def _run(self, step: int, index: int, data: Batch, weight: Tensor) -> Tensor:
-        with self.random.micro_batch(step, index):
-            loss = self.passes.loss(self.module, *data)
-        with self.random.backward():
-            self.passes.backward(loss, weight)
-        return loss.detach()
-
     def retrain(self, model: nn.Module) -> None:
         """Train the parameters that `model` trains."""
         for ours, theirs in zip(self.module.parameters(), model.parameters(), strict=True):
@@ -246,7 +237,11 @@ class _Replica:
         for part, data in zip(share.micro_batches, share.tensors, strict=True):
             # The turn lasts to the end of backward, which uses the generator where it computes activations again.
             with self._turn:
-                losses.append((part.index, self._run(share.step, part.index, data, weight)))
+                with self.random.micro_batch(share.step, part.index):
+                    loss = self.passes.loss(self.module, *data)
+                with self.random.backward():
+                    self.passes.backward(loss, weight)
+            losses.append((part.index, loss.detach()))
             if self._is_exact:
                 tree.push(take_gradients(self.trained.parameters))
                 statistics.push([self.statistics.take(part.stop - part.start)])
@@ -257,10 +252,6 @@ class _Replica:
         return _Computed(losses, tree, statistics, [] if self._is_exact else take_gradients(self.trained.parameters))
 
 
-def _device_of(job: Job, number: int) -> torch.device:
-    return job.device if job.device.type == "cpu" else torch.device("cuda", number % torch.cuda.device_count())
-
-
 class CudaDataParallelStrategy(Strategy):
     """The strategy of `dp` for the plain reduction on CUDA: nn.DataParallel itself.
 
@@ -268,7 +259,6 @@ class CudaDataParallelStrategy(Strategy):
     """
 
     def set_up(self) -> None:
-        """Wrap the model in nn.DataParallel."""
         devices = [torch.device("cuda", number) for number in range(self.job.layout.nproc_per_node)]
         self.module = nn.DataParallel(InPrecision(self.model, self.passes), device_ids=devices)
         self.device_seeds = [MicroBatchSeed(self.job.experiment.seed, device) for device in devices]

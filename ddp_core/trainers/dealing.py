@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.trainers.clock import StepClock
-from ddp_core.trainers.steps import Steps
 from ddp_core.trainers.strategy import Strategy
+from ddp_core.trainers.train_state import Steps
 
 MEASURED = 20
 """After so many steps of this start micro-batches are dealt anew, once."""

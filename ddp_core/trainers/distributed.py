@@ -14,12 +14,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_core.base.torch_internals import foreach_copy_
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import ExactReduction
-from ddp_core.reduction.flat import flat_groups
 from ddp_core.reduction.plain import PlainReduction
-from ddp_core.trainers.single import SingleStrategy
+from ddp_core.trainers.strategy import SingleStrategy
 
 
 class DistributedStrategy(SingleStrategy):
@@ -32,7 +30,6 @@ class DistributedStrategy(SingleStrategy):
     _is_set_up = False
 
     def set_up(self) -> None:
-        """Make the module that is trained, and what adds up its gradients."""
         node, micro_batches = self.job.collectives.world.node_rank, self.batches.cut.micro_batches
         if self.job.options.cuda_graph:
             self.module, group = self.model, dist.group.WORLD
@@ -83,14 +80,12 @@ class DistributedStrategy(SingleStrategy):
         self.send_losses(batch)
 
     def retrain(self) -> None:
-        """Make DDP and the reduction anew, for what is trained now."""
         with self.job.collectives.connecting(self.job.collectives.uses_nccl):
             self.drop()
             self.passes.forget()
             self.set_up()
 
     def clip_gradients(self, max_norm: float) -> None:
-        """Limit the norm of the whole gradient: with shards, the ranks sum their parts of it."""
         self.reduction.clip_gradients_(max_norm)
 
     def settle_buffers(self) -> None:
@@ -99,13 +94,11 @@ class DistributedStrategy(SingleStrategy):
         So do those of the averaged weights, which each rank averages from its own.
         """
         if not self.job.is_exact and self.job.experiment.ddp.broadcast_buffers:
-            models = [self.model] if self.state.average is None else [self.model, self.state.average.module]
-            buffers = [buffer.detach() for model in models for buffer in model.buffers()]
-            for group in ([buffers[position] for position in positions] for positions in flat_groups(buffers)):
-                flat = torch.cat([buffer.reshape(-1) for buffer in group])
-                dist.broadcast(flat, src=0)
-                parts = flat.split([buffer.numel() for buffer in group])
-                foreach_copy_(group, [part.view_as(buffer) for part, buffer in zip(parts, group, strict=True)])
+            averaged = () if self.state.average is None else self.state.average.module.buffers()
+            for buffer in (*self.model.buffers(), *averaged):
+                sent = buffer.detach().contiguous()
+                dist.broadcast(sent, src=0)
+                buffer.detach().copy_(sent)
 
     def close(self) -> None:
         """End the communication threads, then drop DDP: its reducer must be gone before the process group is."""
@@ -113,7 +106,6 @@ class DistributedStrategy(SingleStrategy):
             self.drop()
 
     def drop(self) -> None:
-        """Let go of DDP and the reduction."""
         self.reduction.close(waits=self.job.collectives.waits_to_part)
         del self.reduction, self.module
         gc.collect()
@@ -139,17 +131,15 @@ class PlainDistributedStrategy(DistributedStrategy):
     """With DistributedDataParallel's own sums, or those of one of torch's communication hooks."""
 
     def set_up(self) -> None:
-        """Wrap the model in DistributedDataParallel, and register the experiment's hook."""
         settings, self.module = self.job.experiment.ddp, self.wrapped()
         self.reduction = PlainReduction(self.module, self.batches.cut.micro_batches)
         self.loss_copies = self.job.layout.world_size
-        if settings.communication_hook == "fp16":
-            self.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif settings.communication_hook == "bf16":
-            self.module.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        elif settings.communication_hook == "powersgd":
+        hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+        if settings.communication_hook == "powersgd":
             state = powerSGD_hook.PowerSGDState(None, settings.powersgd_rank, start_powerSGD_iter=10)
             self.module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif settings.communication_hook in hooks:
+            self.module.register_comm_hook(None, hooks[settings.communication_hook])
 
     def join_empty_handed(self, batch: StepBatch) -> None:
         """Run the backward of one sample with a loss weight of 0: DDP's all-reduce runs in a backward only.

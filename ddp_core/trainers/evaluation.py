@@ -1,8 +1,8 @@
-"""Evaluation that counts every held-out sample once and gives the same numbers on every layout.
+"""Evaluation: when a run has one, on what, and how it gives the same numbers on every layout.
 
-The batches are the same on every layout, and the ranks take them in turn. Each rank fills in its own entries of a table
-of zeros, so the sum over ranks is exact, and `math.fsum` rounds once. (DistributedSampler would pad the samples and
-count some of them twice.)
+Every held-out sample counts once. The batches are the same on every layout, and the ranks take them in turn. Each rank
+fills in its own entries of a table of zeros, so the sum over ranks is exact, and `math.fsum` rounds once.
+(DistributedSampler would pad the samples and count some of them twice.)
 
 A forward may write to weights, such as one that clamps them. What every batch writes alike does no harm where every
 rank has run one, so a rank without a batch then runs one, too; anything else is refused.
@@ -19,18 +19,98 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import EvaluationSeed
 from ddp_core.base.trees import Collate, Tree
 from ddp_core.base.user_code import user_code
 from ddp_core.config.experiment import Evaluation
 from ddp_core.data.loader import Loader
-from ddp_core.data.splits import Dataset, Weights
+from ddp_core.data.splits import Dataset, Weights, first_items
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.model.losses import Loss
-from ddp_core.reduction.watching import WrittenParameters
+from ddp_core.observe.metrics import readable
+from ddp_core.observe.step import StepBatch, StepObserver
+from ddp_core.reduction.watching import DependsOnLayout, WrittenParameters
+from ddp_core.trainers.strategy import Strategy
+from ddp_core.trainers.train_state import Steps
 
 if TYPE_CHECKING:
     from ddp_core.trainers.own_metrics import OwnFigures, OwnMetrics
+
+TRIED_BATCHES = 2
+"""How many batches an evaluation has where the run is only tried."""
+
+
+class Evaluator(StepObserver):
+    """Evaluates at the end of every `every_epochs`-th epoch, and of the run."""
+
+    def __init__(self, strategy: Strategy, steps: Steps) -> None:
+        self._strategy, self._steps = strategy, steps
+        self._job, self._state, self._clock = strategy.job, strategy.state, strategy.clock
+
+    def epoch_done(self, batch: StepBatch) -> None:
+        with self._clock.aside():
+            self._strategy.settle_buffers()
+            if (batch.epoch + 1) % self._job.experiment.evaluation.every_epochs == 0 or self._steps.are_done:
+                self._evaluate_epoch(batch)
+
+    def settle(self, batch: StepBatch) -> None:
+        # A callback may have ended the run after an epoch without an evaluation.
+        if self._steps.are_done and not self._state.is_evaluated:
+            with self._clock.aside():
+                self._evaluate_epoch(batch)
+
+    def _evaluate_epoch(self, batch: StepBatch) -> None:
+        """Evaluate, keep the figures, write them to the metrics, and print them."""
+        job, state = self._job, self._state
+        state.take_evaluation(self.evaluate(), job.experiment.best)
+        self._strategy.seeds.after_evaluation(batch.epoch)
+        job.metrics.write("evaluation", step=state.step, epoch=batch.epoch, **state.position.evaluation)
+        loss = state.position.last_epoch_loss
+        figures = [*([] if loss is None else [f"train loss {loss:.4f}"]), *readable(state.position.evaluation)]
+        job.console.say(f"epoch {batch.epoch + 1:3d}  step {state.step:6d}  " + "  ".join(figures))
+
+    def evaluate(self) -> dict[str, Any]:
+        """The figures over the held-out samples, `ema_` before those of averaged weights; the same on every layout."""
+        figures = self._figures_of(self._state.model)
+        if self._state.average is not None:
+            averaged = self._figures_of(self._state.average.module)
+            figures |= {f"ema_{name}": value for name, value in averaged.items()}
+        return figures
+
+    def _figures_of(self, model: nn.Module) -> dict[str, Any]:
+        """Loss, for classification accuracy, and the experiment's own metrics."""
+        job, splits, state = self._job, self._job.parts.splits, self._state
+        if splits.test is None:
+            return {}
+        settings, ownership, test = job.experiment.evaluation, state.ownership, splits.test
+        if job.is_tried:
+            test = first_items(test, TRIED_BATCHES * settings.samples_per_batch)
+
+        def forward(inputs: Tree, targets: Tree) -> tuple[Tree, Tree, Tensor]:
+            with ownership.forward_alone():
+                return self._strategy.passes.outputs_and_loss(model, inputs, targets)
+
+        try:
+            return evaluate(
+                model,
+                forward,
+                job.parts.hits,
+                test,
+                settings,
+                job.collectives,
+                splits.collate,
+                job.parts.metrics,
+                keep_pace=not ownership.has_whole_weights,
+                seed=EvaluationSeed(self._strategy.seeds, self._steps.last_epoch),
+                written=WrittenParameters(model, "evaluation batch") if job.is_exact else None,
+                weights=splits.test_weights,
+            )
+        except DependsOnLayout as error:
+            place = job.collectives.world.place
+            raise UserError(f"evaluation after step {state.step}, {place}: {error}") from None
+        finally:
+            ownership.forwards_done()
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The figures that training tells while it goes on, to metrics.jsonl and the console."""
+"""What training tells while it goes on, to metrics.jsonl and the console: figures, and the digests of its weights."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 import time
 from collections.abc import Sequence
 
+from ddp_core.base.digests import weights_digest
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
-from ddp_core.trainers.steps import Steps
+from ddp_core.trainers.train_state import Steps
 
 
 class Figures(StepObserver):
@@ -83,3 +84,19 @@ class Figures(StepObserver):
         self._samples, self._waited = 0, 0.0
         self._aside_before = self._clock.seconds_aside
         self._began = time.perf_counter()
+
+
+class WeightDigests(StepObserver):
+    """Writes the digest of the weights (rank 0) at the end of an epoch, and every `digest_every` steps."""
+
+    def __init__(self, job: Job, clock: StepClock, steps: Steps) -> None:
+        self._job, self._clock, self._steps = job, clock, steps
+
+    def settle(self, batch: StepBatch) -> None:
+        every, state = self._job.options.digest_every, self._steps.state
+        if not self._steps.ends_epoch and (every is None or state.step % every):
+            return
+        with self._clock.aside("other"):
+            weights = state.ownership.whole_weights()
+            if self._job.is_first and weights is not None:
+                self._job.metrics.write("digest", step=state.step, weights_sha256=weights_digest(weights))

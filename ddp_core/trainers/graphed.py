@@ -100,7 +100,6 @@ class GraphedPasses(Passes):
         self._recorder, self._recorded = CudaRecorder(self._device), None
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
-        """Add the gradient of a micro-batch's loss, times its `loss_weight`, to every `.grad`."""
         if self._recorded is None or loss is not self._replayed:
             super().backward(loss, weight)
             return

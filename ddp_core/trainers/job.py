@@ -1,23 +1,51 @@
-"""What a trainer is given."""
+"""What a trainer is given: the job, its run, and who is asked whether its bits can be had again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 
+from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import Checkpointer
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
-from ddp_core.experiment.built import BuiltExperiment
+from ddp_core.experiment.building import BuiltExperiment
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepObserver
-from ddp_core.trainers.testimony import Witness
+
+Sums = Mapping[str, str]
+"""A checksum for each tensor and each number of the state, by its dotted name."""
+
+
+class Finding(UserError):
+    """What a check of all ranks has found: raised on each of them alike, so that all may go on together."""
+
+
+class Testimony(NamedTuple):
+    """What came of a rehearsal or a witness: whether steps that were trained again have the same bits."""
+
+    said: str
+    """In words: that the bits are the same, which others there are, or why nothing was found out."""
+    differs: bool = False
+    seconds: float = 0.0
+    """How long it took."""
+
+
+class Witness(Protocol):
+    """Has steps of this run trained again elsewhere; used on rank 0."""
+
+    def ask(self, step: int, noted: Mapping[int, Sums]) -> None:
+        """Begin to repeat the steps after the checkpoint of `step`, which have made `noted` of the state."""
+
+    def answer(self, seconds: float) -> Testimony | None:
+        """What was found, once that is known within so many seconds."""
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.keyed_draws import without_key
 from ddp_core.distributed.stop import ASKED_ELSEWHERE, Regroup, Stopped
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
-from ddp_core.reduction.refusal import DependsOnLayout
+from ddp_core.reduction.watching import DependsOnLayout
 from ddp_core.trainers.passes import WeightUpdate
-from ddp_core.trainers.steps import Steps
 from ddp_core.trainers.strategy import Strategy
+from ddp_core.trainers.train_state import Steps
 
 
+@dataclass(eq=False)
 class Loop:
     """Trains the state of a strategy to the end of its steps.
 
@@ -22,24 +24,20 @@ class Loop:
     which order the observers are told. Every rank makes the same steps, and meets the same end.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        update: WeightUpdate,
-        steps: Steps,
-        observers: StepObserver,
-        end_or_skip: Callable[[StepReport, int], None],
-    ) -> None:
-        self.strategy, self.update, self.steps, self.observers = strategy, update, steps, observers
-        self._end_or_skip = end_or_skip
-        self._state, self._losses, self._job = strategy.state, strategy.losses, strategy.job
+    strategy: Strategy
+    update: WeightUpdate
+    steps: Steps
+    observers: StepObserver
+    end_or_skip: Callable[[StepReport, int], None]
+    """What is done where a loss is not finite, and after how many steps it was read."""
 
     def fit(self) -> None:
         """Train from `state.step` to the end. Raises Stopped, UserError, or what the model raised.
 
         Raises Regroup where this rank leaves its group to let another one in.
         """
-        state, strategy, observers = self._state, self.strategy, self.observers
+        strategy, observers = self.strategy, self.observers
+        state, losses, job = strategy.state, strategy.losses, strategy.job
         observers.begin()
         strategy.clock.restart()  # what ranks have waited for each other until now is no training
         if not state.is_settled:  # a rank was lost after the update, in a live recovery
@@ -50,14 +48,14 @@ class Loop:
         # may wait for the device: the thread that loads batches, and what the caller closes.
         with (
             contextlib.closing(strategy.batches.starting_at(state.step, end)) as batches,
-            self._job.collectives.abandoned_on_error(),
+            job.collectives.abandoned_on_error(),
             without_key(),
         ):
             for batch in batches:
                 observers.before_step(batch)
                 self._compute_gradients(batch)
-                leaves, reports = self._losses.receive(batch)
-                batch.stops = leaves and any(self._job.collectives.gather(self._job.stop.requested))
+                leaves, reports = losses.receive(batch)
+                batch.stops = leaves and any(job.collectives.gather(job.stop.requested))
                 strategy.seeds.update(batch.step)
                 are_finite = self._are_finite(reports, batch.step + 1)
                 observers.gradients_done(batch, reports)
@@ -72,10 +70,10 @@ class Loop:
                 if self.steps.are_done:
                     break
                 if batch.stops:
-                    self._job.stop.saved()
-                    raise Stopped(self._job.stop.reason or ASKED_ELSEWHERE, state.step)
+                    job.stop.saved()
+                    raise Stopped(job.stop.reason or ASKED_ELSEWHERE, state.step)
                 # Ranks leave to let another one in; a stop that is asked for meanwhile is met after one more step.
-                if leaves and not any(self._job.collectives.gather(self._job.stop.requested)):
+                if leaves and not any(job.collectives.gather(job.stop.requested)):
                     raise Regroup
             observers.end()
         observers.ended()
@@ -93,14 +91,15 @@ class Loop:
 
     def _settle(self, batch: StepBatch) -> None:
         """Do what follows an update."""
+        state = self.strategy.state
         self.observers.step_done(batch)
         if self.steps.ends_epoch:
-            self._are_finite(self._losses.read(), self._state.step)
+            self._are_finite(self.strategy.losses.read(), state.step)
             self.observers.epoch_done(batch)
         self.observers.settle(batch)
         # On another rank the step stays unsettled: rank 0 may be lost before it has written what follows from it.
-        if self._job.is_first:
-            self._state.mark()
+        if self.strategy.job.is_first:
+            state.mark()
 
     def _are_finite(self, reports: Sequence[StepReport], done: int) -> bool:
         """Tell of the losses that are read now, after the gradients of `done` steps; then judge whether all are finite.
@@ -113,5 +112,5 @@ class Loop:
                 self.observers.losses_read(reports)
         finally:
             if bad is not None:
-                self._end_or_skip(bad, done)
+                self.end_or_skip(bad, done)
         return bad is None

@@ -146,12 +146,8 @@ def _copy(metric: Metric) -> Metric:
     """A copy with states of its own, which asks no other rank; the weights of a network within are shared."""
     copy = deepcopy(metric, {id(each): each for each in metric.parameters()})
     for _, part in _parts(copy):
-        part.distributed_available_fn = _never
+        part.distributed_available_fn = lambda: False
     return copy
-
-
-def _never() -> bool:
-    return False
 
 
 def _parts(metric: Metric) -> Iterator[tuple[str, Metric]]:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ddp_core.base.digests import checksum, named_tensors, optimizer_digest, weights_digest
 from ddp_core.observe.step import StepBatch, StepObserver
-from ddp_core.trainers.job import Job
-from ddp_core.trainers.testimony import Sums
+from ddp_core.trainers.job import Job, Sums
 from ddp_core.trainers.train_state import TrainState
 
 _NAMED = 3

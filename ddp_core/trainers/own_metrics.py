@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ddp_core.base.errors import UserError
 from ddp_core.distributed.process_group import Collectives
+from ddp_core.trainers.metric_states import MetricStates
+from ddp_core.trainers.named_sums import NamedMetric, NamedSums
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
-
-    from ddp_core.trainers.named_sums import NamedMetric
 
 _TAKEN = ("loss", "accuracy")  # names of figures that every evaluation has
 
@@ -66,9 +66,6 @@ class OwnFigures:
     """The own metrics of one evaluation; `add` is called for the batches that this rank computes."""
 
     def __init__(self, metrics: OwnMetrics, batches: int, device: torch.device) -> None:
-        from ddp_core.trainers.metric_states import MetricStates
-        from ddp_core.trainers.named_sums import NamedSums
-
         self._names = metrics.names
         self._sums = NamedSums(metrics.functions, batches)
         self._states = MetricStates(metrics.of_torchmetrics, device, metrics.are_tried)

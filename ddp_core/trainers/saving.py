@@ -14,7 +14,7 @@ from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.noting import state_digests
-from ddp_core.trainers.steps import Steps
+from ddp_core.trainers.train_state import Steps
 
 
 class Saving(StepObserver):

@@ -26,7 +26,6 @@ class ShardedStrategy(DistributedStrategy):
     """
 
     def set_up(self) -> None:
-        """Cut the state, and let this rank's optimizer update what it owns."""
         state, group, sharding = self.state, dist.group.WORLD, Sharding.of(self.job.layout)
         assert group is not None
         self.module = self.model
@@ -63,7 +62,6 @@ class ShardedStrategy(DistributedStrategy):
                 self.passes.backward(loss, self.passes.loss_weight(batch.divisor))
 
     def close(self) -> None:
-        """Let go of the optimizer and the reduction, end its threads, drop what refers to the process group."""
         self.owned.close()
         del self.owned
         super().close()

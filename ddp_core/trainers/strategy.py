@@ -1,16 +1,20 @@
-"""What layouts do differently: how the gradients of a step are computed, and what follows from that."""
+"""What layouts do differently: how a step's gradients are computed, and what follows from that; and one process."""
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from torch import nn
 
 from ddp_core.base.seeds import MicroBatchSeed, generators_kept
+from ddp_core.config.cut import MicroBatch
 from ddp_core.model.forward_state import ForwardState
 from ddp_core.observe.step import StepBatch
-from ddp_core.reduction import clip_gradients_, gradient_norm
+from ddp_core.reduction import ExactReduction, clip_gradients_, gradient_norm
+from ddp_core.reduction.plain import PlainReduction
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
@@ -19,25 +23,21 @@ from ddp_core.trainers.step_losses import StepLosses
 from ddp_core.trainers.train_state import TrainState
 
 
+@dataclass(eq=False)
 class Strategy(ABC):
-    """Computes the gradients of a step on one kind of layout, over the model of `state`.
+    """Computes the gradients of a step on one kind of layout, over the model of `state`."""
 
-    `compares_after` tells whether the ranks of a run compare their weights after so many steps; replicas then do, too.
-    """
+    job: Job
+    state: TrainState
+    batches: Batches
+    passes: Passes
+    losses: StepLosses
+    clock: StepClock
+    compares_after: Callable[[int], bool]
+    """Whether the ranks of a run compare their weights after so many steps; replicas then do, too."""
 
-    def __init__(
-        self,
-        job: Job,
-        state: TrainState,
-        batches: Batches,
-        passes: Passes,
-        losses: StepLosses,
-        clock: StepClock,
-        compares_after: Callable[[int], bool],
-    ) -> None:
-        self.job, self.state, self.batches, self.passes = job, state, batches, passes
-        self.losses, self.clock, self.compares_after = losses, clock, compares_after
-        self.seeds = MicroBatchSeed(job.experiment.seed, job.device)
+    def __post_init__(self) -> None:
+        self.seeds = MicroBatchSeed(self.job.experiment.seed, self.job.device)
         self.model.train()
         self.set_up()
 
@@ -102,3 +102,43 @@ class Strategy(ABC):
 
     def close(self) -> None:  # noqa: B027
         """End threads and drop everything that refers to the process group; does nothing by default."""
+
+
+class SingleStrategy(Strategy):
+    """Computes all micro-batches, one after the other, on one device: what every other layout is compared with."""
+
+    reduction: ExactReduction | PlainReduction
+    """Adds up the gradients of the micro-batches."""
+
+    def set_up(self) -> None:
+        kind = ExactReduction if self.job.is_exact else PlainReduction
+        self.reduction = kind(self.model, self.batches.cut.micro_batches)
+
+    @contextlib.contextmanager
+    def micro_batch(self, batch: StepBatch, part: MicroBatch) -> Iterator[None]:
+        """Run forward and backward of one micro-batch inside: seeded, and reduced."""
+        self.seeds(batch.step, part.index)
+        with self.reduction.micro_batch(part.index, part.stop - part.start):
+            yield
+
+    def compute_gradients(self, batch: StepBatch) -> None:
+        self.reduction.begin(self.batches.cut.count(batch.samples))
+        weight = self.passes.loss_weight(batch.divisor)
+        for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
+            with self.micro_batch(batch, part):
+                loss = self.passes.loss(self.model, inputs, targets)
+                self.losses.put(part.index, loss.detach())
+                self.clock.lap("forward")
+                self.passes.backward(loss, weight)
+                self.clock.lap_backward()
+        self.send_losses(batch)
+        self.reduction.finish()
+
+    def retrain(self) -> None:
+        self.reduction.close()
+        self.passes.forget()
+        self.set_up()
+
+    def close(self) -> None:
+        """Give the batch-norm layers their momenta back."""
+        self.reduction.close()

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the state that a resumed run needs."""
+"""What a checkpoint holds: the state that a resumed run needs; and how many steps are still to be made from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddp_core.base.errors import UserError, nearest_name
 from ddp_core.base.user_code import user_code
 from ddp_core.checkpoint import whole_tensors
-from ddp_core.checkpoint.queues import without_queues
+from ddp_core.checkpoint.state import without_queues
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.optimizers import require_saveable
 from ddp_core.observe.callback import Callback
@@ -245,3 +245,28 @@ class TrainState:
             own = self.ownership.own_weights(self.average.module)
             state.update({f"module.{name}": value for name, value in own.items()})
         return state
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a run whose `state` counts those that are done."""
+
+    state: TrainState
+    per_epoch: int
+    total: int
+    """All steps, unless a callback ends the run earlier."""
+
+    @property
+    def are_done(self) -> bool:
+        """Whether nothing is left to train: all steps are done, or a callback has ended the run."""
+        return self.state.step == self.total or self.state.position.ended_early is not None
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether an epoch has just ended; the end of the run may cut the last one short."""
+        return self.are_done or self.state.step % self.per_epoch == 0
+
+    @property
+    def last_epoch(self) -> int:
+        """The epoch of the last step that is done, counted from 0."""
+        return (self.state.step - 1) // self.per_epoch

@@ -21,7 +21,7 @@ from ddp_core.data.splits import Dataset, first_items
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.model.forward_state import ForwardState
-from ddp_core.reduction.refusal import DependsOnLayout
+from ddp_core.reduction.watching import DependsOnLayout
 from ddp_core.trainers.assemble import Trainer
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.own_metrics import OwnMetrics

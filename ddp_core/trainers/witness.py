@@ -20,11 +20,10 @@ from ddp_core.base.files import replace_file
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.trainers.checks import Guard
-from ddp_core.trainers.job import Job
+from ddp_core.trainers.job import Finding, Job, Sums, Testimony
 from ddp_core.trainers.noting import first_other, named, state_sums
 from ddp_core.trainers.saving import Saving
-from ddp_core.trainers.steps import Steps
-from ddp_core.trainers.testimony import Finding, Sums, Testimony
+from ddp_core.trainers.train_state import Steps
 
 NOTED = 2
 """So many steps after a save are noted."""

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_core.adapters.dealing import WholeSteps, deal
-from ddp_core.adapters.keyed_loading import InSequence, keyed_in_place
+from ddp_core.adapters.dealing import InSequence, WholeSteps, deal, keyed_in_place
 from ddp_core.base.errors import UserError
 from tests.support.wording import refusing
 

@@ -1,6 +1,6 @@
 """One micro-batch of somebody else's loop is computed again, and weights compared: what differs ends the run.
 
-Tests base/gradient_sums.py, too.
+Tests adapters/micro_steps.py, too.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.house.pages import blocks
-from tests.support.commands import ROOT, Ended, trained, wait_until
+from tests.support.commands import ROOT, Ended, ran, trained, wait_until
 
 PAGE = ROOT / "docs" / "how-to" / "run-on-slurm.md"
 COMMANDS = {line for block in blocks(PAGE.read_text()) if block.kind == "console" for line in block.lines}
@@ -47,15 +47,7 @@ class Slurm:
 
     def shell(self, line: str, **variables: str) -> Ended:
         """Run a line of shell to its end. Raises subprocess.TimeoutExpired after SECONDS."""
-        done = subprocess.run(
-            ["bash", "-c", line],
-            cwd=ROOT,
-            env=self.environ | variables,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        done = ran("bash", "-c", line, env=self.environ | variables, timeout=SECONDS)
         return Ended(done.returncode, done.stdout, done.stderr)
 
     def submit(self, line: str, folder: Path, options: str = "", more: str = "", meet: str = "") -> Job:
@@ -151,11 +143,7 @@ def started(folder: Path, nodes: int) -> Iterator[Slurm]:
         "OMP_NUM_THREADS": "1",
     }
 
-    def up(what: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [_SLURM_UP, what], env=environ, capture_output=True, text=True, timeout=SECONDS, check=False
-        )
-
+    up = functools.partial(ran, _SLURM_UP, env=environ, timeout=SECONDS)
     if (checked := up("--check")).returncode:
         pytest.skip(checked.stderr.strip().rpartition("\n")[2])
     try:

@@ -20,7 +20,7 @@ import pytest
 from ddp_core.base.digests import weights_digest
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.record.directory import find_runs
-from ddp_core.record.initial_weights import read_weights
+from ddp_core.record.weights import read_weights
 from tests.cluster.recorded_disk import writes_in
 from tests.support.commands import ROOT, ddp
 

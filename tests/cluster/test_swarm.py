@@ -22,7 +22,7 @@ import yaml
 from ddp_core.base.errors import UserError
 from ddp_core.record.directory import find_runs
 from ddp_lab.cluster.containers import ContainerBackend, engine_version
-from tests.support.commands import ROOT, train, trained, wait_until
+from tests.support.commands import ROOT, ran, train, trained, wait_until
 
 SWARM = Path(__file__).with_name("swarm-up")
 PAGE = (ROOT / "docs" / "how-to" / "run-on-docker-swarm.md").read_text()
@@ -59,23 +59,13 @@ class Swarm:
     def up(self, *words: str) -> None:
         """Run swarm-up. Raises AssertionError where it fails."""
         settings = os.environ | {"SWARM_UP_DIR": str(self.home)}
-        done = subprocess.run(
-            [SWARM, *words], env=settings, capture_output=True, text=True, timeout=5 * SECONDS, check=False
-        )
+        done = ran(SWARM, *words, env=settings, timeout=5 * SECONDS)
         assert done.returncode == 0, done.stderr
 
     def sh(self, command: str, node: str = "node1", **variables: str) -> str:
         """What a shell command prints whose `docker` talks to a node. Raises AssertionError where the command fails."""
         settings = os.environ | {"DOCKER_HOST": f"unix://{self.home}/{node}.sock"} | variables
-        done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=ROOT,
-            env=settings,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        done = ran("bash", "-c", command, env=settings, timeout=SECONDS)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         return done.stdout
 

@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.digests import optimizer_digest, weights_digest
 from ddp_core.reduction import ExactReduction
-from ddp_core.reduction.messages import PointToPoint
+from ddp_core.reduction.exchange import PointToPoint
 from ddp_core.reduction.parts import Parts
-from ddp_core.reduction.round_sum import RoundSum
+from ddp_core.reduction.strided import RoundSum
 from ddp_core.sharding import OwnsPieces
 
 Shares = Literal["contiguous", "strided"]
@@ -279,7 +279,7 @@ def fail_on_one_rank(rank: int, world_size: int, where: str, shares: Shares, nod
                         loss.register_hook(_fail)
                     if failing and last and where == "exchange":
                         exact._channel.ordered_sum.phases = _fail  # type: ignore[method-assign]
-                        getattr(exact._shares, "_parts", exact).fold = _fail
+                        exact._channel.by_parts.fold = _fail  # type: ignore[method-assign]
                     loss.backward()
             exact.finish()
             optimizer.step()

@@ -19,8 +19,8 @@ from ddp_core.base.errors import UserError
 from ddp_lab.chaos.drill import parse
 from ddp_lab.cluster.containers import ContainerBackend, engine_version
 from tests.docker.nodes import QUIET, Nodes, Start
+from tests.support.commands import ROOT, ran
 
-ROOT = Path(__file__).parents[2]
 UNNAMED_USER = (4321, 4322)
 """Ids that neither the host nor the image has a name for."""
 
@@ -69,15 +69,7 @@ class Project:
         """Run `docker compose ARGUMENTS` on this project's files, with its variables."""
         files = [word for name in self.files for word in ("-f", name)]
         environment = os.environ | {"DDP_OUTPUT": str(self.output), "DDP_DATA": str(self.data)} | self.variables
-        return subprocess.run(
-            ["docker", "compose", "-p", self.name, *files, *arguments],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        return ran("docker", "compose", "-p", self.name, *files, *arguments, env=environment, timeout=timeout)
 
     def up(self, service: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run one service until it ends; the return code is that of the service."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from ddp_lab.cluster.cluster import Spec
 from ddp_lab.cluster.verdict import NodeResult, Verdict, judge
 from tests.faults.launches import RANK
 from tests.faults.scenarios import Event, Place
-from tests.support.commands import ROOT
+from tests.support.commands import ran
 
 QUIET: dict[str, object] = {"faults": [], "timeout": 6, "checkpoint_every": 10, "paced": False}
 
@@ -29,14 +28,7 @@ def run_drill(place: Path, text: str) -> tuple[dict[str, Any], str]:
     file.write_text(text)
     words = ["--drill", str(file), "--backend", "docker", "--seed", "1", "--verbose"]
     places = ["--output", str(place / "outputs"), "--data-dir", str(place / "data")]
-    done = subprocess.run(
-        [sys.executable, "-m", "ddp_lab.chaos", *words, *places],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    done = ran(sys.executable, "-m", "ddp_lab.chaos", *words, *places, timeout=400)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
     (report,) = (place / "outputs").glob("*/*/drill.json")
     return json.loads(report.read_text()), done.stdout

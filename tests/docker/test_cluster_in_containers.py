@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.docker.conftest import ROOT
+from tests.support.commands import ran
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
 
 def test_baseline_then_two_nodes_with_two_processes_then_the_table(image: str, tmp_path: Path) -> None:
     options = ["--output", str(tmp_path / "outputs"), "--data-dir", str(tmp_path / "data"), "--set", "epochs=1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "ddp_lab.cluster", "up", "--backend", "docker", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = ran(sys.executable, "-m", "ddp_lab.cluster", "up", "--backend", "docker", *options, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     before, _, table = done.stdout.rpartition("cluster: node-2 exited with 0 (done)")
     assert "single | " in before

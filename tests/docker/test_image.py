@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import docker
 import pytest
 
-from tests.docker.conftest import ROOT, Project
+from tests.docker.conftest import Project
+from tests.support.commands import ROOT, ran
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
@@ -27,7 +27,7 @@ def test_the_commands_that_it_prints_work_as_they_stand_and_end_with_the_publish
     assert "IMAGE=samebits-cpu\n" in shown
     indented = re.findall(r"^    (\S.*)$", shown.replace("IMAGE=samebits-cpu", f"IMAGE={image}"), re.MULTILINE)
     first, *steps = [line for line in indented if not line.startswith("docker compose")]
-    said = [run(f"{first}; {step}", tmp_path) for step in steps]
+    said = [run(["sh", "-c", f"{first}; {step}"], tmp_path) for step in steps]
     assert len(said) == 4, "a directory, a training, a comparison, the help"
     assert DIGEST in said[-2]
     assert said[-1].startswith("Usage: ddp ")
@@ -38,10 +38,8 @@ def test_the_commands_that_it_prints_work_as_they_stand_and_end_with_the_publish
     assert {path.stat().st_uid for path in written} == {os.getuid()}
 
 
-def run(command: str | list[str], folder: Path = ROOT) -> str:
-    done = subprocess.run(
-        command, shell=isinstance(command, str), cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
+def run(command: list[str], folder: Path = ROOT) -> str:
+    done = ran(*command, cwd=folder, timeout=120)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -56,9 +54,9 @@ def test_packages_of_ones_own_come_into_the_image(project: Project, engine: dock
     project.variables |= {"EXTRA_PIP": "einops", "IMAGE_TAG": "extra"}
     built = project.compose("build", "--quiet", "ddp-cpu", timeout=180)
     assert built.returncode == 0, built.stderr
-    ran = project.compose("run", "--rm", "ddp-cpu", "python", "-c", "import einops, torch; print(torch.__version__)")
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith("2.")
+    shown = project.compose("run", "--rm", "ddp-cpu", "python", "-c", "import einops, torch; print(torch.__version__)")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith("2.")
     engine.images.remove("samebits-cpu:extra")
 
 

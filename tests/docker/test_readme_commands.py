@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddp_lab.cluster.containers import ContainerBackend
-from tests.docker.conftest import ROOT
+from tests.support.commands import ROOT, ran
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
@@ -41,9 +41,7 @@ class Clone:
             for name, value in os.environ.items()
             if name in ("PATH", "HOME", "BASE_IMAGE") or name.startswith(("DOCKER_", "BUILDX_", "BUILDKIT_"))
         }
-        return subprocess.run(
-            command, shell=True, cwd=self.root, env=known, capture_output=True, text=True, timeout=timeout, check=False
-        )
+        return ran("sh", "-c", command, cwd=self.root, env=known, timeout=timeout)
 
     def statuses(self) -> list[str]:
         """How the runs in the clone's outputs/ ended."""

@@ -15,7 +15,7 @@ import psutil
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.distributed.world import free_port
 from tests.faults.scenarios import Event, Place
-from tests.support.commands import Forked, ddp, forked_as, trained, wait_until
+from tests.support.commands import Forked, forked_as, train, trained, wait_until
 from tests.support.processes import HANG
 
 DOTS = str(Path(__file__).parent / "experiment_files" / "dots.py")
@@ -29,14 +29,6 @@ RANK = "ddp-rank-"
 
 class Launch(Forked):
     """One `ddp` command and everything below it, started in a session of its own."""
-
-    def output(self) -> str:
-        """What the launch has written to standard output until now."""
-        return self.said()[0]
-
-    def errors(self) -> str:
-        """What the launch has written to standard error until now."""
-        return self.said()[1]
 
     def workers(self) -> dict[int, psutil.Process]:
         """The workers that live now, by rank."""
@@ -193,7 +185,7 @@ class Processes(Place):
 
     def said(self) -> dict[Launch, str]:
         """What each launch has said that is here."""
-        return {launch: launch.output() + launch.errors() for launch in self.here}
+        return {launch: "".join(launch.said()) for launch in self.here}
 
     def step(self) -> int:
         return self._watch.step()
@@ -219,7 +211,7 @@ class Store:
     def start(self) -> None:
         """Start the rendezvous, and wait until it listens."""
         self.launch = store = self._stack.enter_context(launched("rendezvous", "--port", str(self.port)))
-        wait_until(lambda: "listening" in store.output(), HANG, "the rendezvous listens")
+        wait_until(lambda: "listening" in store.said()[0], HANG, "the rendezvous listens")
 
     def kill(self) -> None:
         """End the rendezvous by SIGKILL."""
@@ -280,9 +272,7 @@ class Watch:
 
 def undisturbed(output: Path, *words: str) -> str:
     """The digest of the weights of `dots`, trained by one process without any fault."""
-    ended = ddp("train", DOTS, "--device", "cpu", "--output", output, *words)
-    assert ended.code == 0, ended.errors
-    return str(trained(output)[1]["weights_sha256"])
+    return str(train(output, DOTS, *words)["weights_sha256"])
 
 
 def check_aftermath(output: Path, digest: str, steps: int = 80) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_a_disk_without_an_answer_is_told_and_waited_for(tmp_path: Path, digest:
             # What waits for a file server that is mounted "hard" is in the same state.
             subprocess.run(["fsfreeze", "--freeze", disk], check=True)
             try:
-                wait_until(lambda: "no answer from a disk" in launch.errors(), HANG, "the wait is told")
+                wait_until(lambda: "no answer from a disk" in launch.said()[1], HANG, "the wait is told")
             finally:
                 subprocess.run(["fsfreeze", "--unfreeze", disk], check=True)
             ended = launch.end()

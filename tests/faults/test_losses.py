@@ -28,7 +28,7 @@ def struck(output: Path, fault: str, word: str, *words: str, ranks: int) -> tupl
     """How a launch ends that meets the fault, and how long after it the launch has said `word`, and trained again."""
     watch = Watch(output)
     with launched(*train_words(output, *words, "--fault", fault, ranks=ranks), pause=PAUSE) as launch:
-        wait_until(lambda: word in launch.errors(), HANG, "the loss is noticed")
+        wait_until(lambda: word in launch.said()[1], HANG, "the loss is noticed")
         noticed = time.time() - watch.when_struck(fault)
         recovered = watch.wait_for_new_step(watch.when_struck(fault))
         ended = launch.end()

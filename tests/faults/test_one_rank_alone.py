@@ -9,8 +9,7 @@ import torch
 
 from ddp_core.base.errors import ExitCode
 from ddp_core.checkpoint import find_checkpoints
-from ddp_core.observe.faults import Fault
-from ddp_core.observe.flips import with_flipped_bit
+from ddp_core.observe.faults import Fault, with_flipped_bit
 from ddp_core.record.directory import find_runs
 from tests.support.commands import Ended, ddp
 from tests.support.wording import refusing

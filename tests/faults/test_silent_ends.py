@@ -1,7 +1,4 @@
-"""A process that leaves with exit code 0 in mid-training: no launch takes that for success, and one line says who.
-
-Tests base/silent_ends.py, too.
-"""
+"""A process that leaves with exit code 0 in mid-training: no launch takes that for success, and one line says who."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_core.base.silent_ends import no_silent_end
+from ddp_core.base.user_code import no_silent_end
 from tests.support.commands import ddp, trained
 
 LEAVING = str(Path(__file__).parent / "experiment_files" / "leaving.py")

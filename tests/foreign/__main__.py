@@ -7,7 +7,6 @@ What has run with the installed versions is not run again, so a call goes on whe
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 from tests.foreign import driver, page, record
 from tests.foreign.fleet import GROUPS, LEFT_OUT, Case, fleet
+from tests.support.commands import ran
 
 
 def main() -> int:
@@ -91,13 +91,7 @@ def _is_installed(group: str) -> bool:
 
 
 def _commit() -> str:
-    said = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],
-        cwd=record.ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    said = ran("git", "describe", "--always", "--dirty", "--exclude=*")
     return said.stdout.strip() or "unknown"
 
 

@@ -16,7 +16,7 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Fence, best_checkpoint, find_checkpoints, newest_valid
 from ddp_core.cli import main
-from ddp_core.cli.audit.audit import AUDIT_FORMAT
+from ddp_core.cli.audit import AUDIT_FORMAT
 from ddp_core.config.options import Asked
 from ddp_core.distributed.children import Children
 from ddp_core.numerics.limits import RULES

@@ -16,7 +16,7 @@ from ddp_core.base.seeds import share_of
 from ddp_core.distributed.process_group import local_device, process_group
 from ddp_core.distributed.world import World
 from ddp_core.reduction import ExactReduction, OrderedSum
-from ddp_core.reduction.backends import goes_through_host
+from ddp_core.reduction.exchange import goes_through_host
 from ddp_core.reduction.parts import parts_on
 from tests.distributed.exact_cases import sum_in_rounds
 from tests.distributed.level_cases import leaves_of, subtrees

@@ -99,7 +99,7 @@ GREEDY = '''
 """Is a lack of memory on a GPU explained?"""
 import torch
 from ddp_core.data.splits import InMemory, Splits
-from ddp_core.config.experiment import Component, Experiment
+from ddp_core.config.experiment import Experiment
 
 
 class Greedy(torch.nn.Linear):
@@ -118,9 +118,7 @@ def data():
     return Splits(both, both, 2, None, "")
 
 
-experiment = Experiment(
-    name="greedy", model=Component(name="model"), data=Component(name="data"), global_batch_size=8, micro_batch=4
-)
+experiment = Experiment(name="greedy", global_batch_size=8, micro_batch=4)
 '''
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import LAUNCHER_VARIABLES, ROOT
-from tests.support.processes import HANG
+from tests.support.commands import LAUNCHER_VARIABLES, ROOT, ran
 
 
 def run(folder: Path, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -21,10 +20,7 @@ def run(folder: Path, *words: str | Path, **variables: str) -> subprocess.Comple
 
     Raises AssertionError if the program fails.
     """
-    env = settings() | variables
-    done = subprocess.run(
-        [*map(str, words)], cwd=folder, env=env, capture_output=True, text=True, timeout=HANG, check=False
-    )
+    done = ran(*words, cwd=folder, env=settings() | variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

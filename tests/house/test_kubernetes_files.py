@@ -1,4 +1,4 @@
-"""The files for Kubernetes: confined as compose.yaml is, true to the exit codes, and valid for Kubernetes itself."""
+"""The files for Kubernetes: confined as compose.yaml is, true to exit codes and their page, valid for Kubernetes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 from tests.house.kubernetes_files import FILES, FOLDER, JOBS, documents, job_spec, pod_spec
+from tests.house.pages import blocks
 
 ROOT = FOLDER.parents[1]
+PAGE = (ROOT / "docs" / "how-to" / "run-on-kubernetes.md").read_text()
 each_file = pytest.mark.parametrize("name", FILES)
 each_job = pytest.mark.parametrize("name", JOBS)
 
@@ -156,3 +158,14 @@ def test_nothing_is_lost_in_kubeflows_models(name: str) -> None:
     mine = [document for document in documents(name) if document["kind"] in models()]
     assert len(mine) == {"jobset": 1, "trainjob": 2}.get(name, 0)
     assert not any(lost(document) for document in mine)
+
+
+def test_the_page_speaks_of_all_files_and_of_names_that_are_there() -> None:
+    files = {file.name: file.read_text() for file in FOLDER.glob("*.yaml")}
+    names = {document["metadata"]["name"] for text in files.values() for document in yaml.safe_load_all(text)}
+    lines = [line for block in blocks(PAGE) if block.kind == "bash" for line in block.lines]
+    said = "\n".join(line for line in lines if line.startswith("kubectl"))
+    assert set(re.findall(r"-f (\S+)", said)) <= files.keys() == set(re.findall(r"`([a-z-]+\.yaml)`", PAGE))
+    called = set(re.findall(r"(?:patch job|pod/|exec|-name=|cp) ?([a-z-]+)", said))
+    assert called == {"digits", "digits-reader"} <= names
+    assert set(re.findall(r"--selector ([^=\s]+)=", said)) <= set(re.findall(r"matchLabels: {([^:]+):", str(files)))

@@ -1,7 +1,4 @@
-"""Where ddp cannot run it says so in one line; played by a Python without the modules that Windows lacks.
-
-Tests base/platforms.py, too.
-"""
+"""Where ddp cannot run it says so in one line; played by a Python without the modules that Windows lacks."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ ELSEWHERE = {
     "EXPERIMENT=linear_regression docker compose up single-cpu": "tests/docker/test_readme_commands.py",
     "docker compose run --rm test": "tests/docker/test_readme_commands.py",
     "make gpu-check": "tests/house/test_gpu_check.py",
-    "make test-gpu": "tests/house/test_gpu_runs.py",
+    "make test-gpu": "tests/house/test_recorded_pages.py",
     "ddp verify-layouts digits --device cuda": "tests/gpu/test_layouts.py",
     "sbatch launch/slurm/task-per-node.sbatch digits": SLURM,
     "srun --nodes 3 --ntasks-per-node 2 ddp train digits": SLURM,

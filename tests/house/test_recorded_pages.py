@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu_runs
 from benchmarks.pages import BENCHMARKS, PAGES, made_anew
 from benchmarks.record import RESULTS
 
@@ -26,3 +27,7 @@ def test_every_benchmark_has_a_row() -> None:
     )
     assert set(row.findall(BENCHMARKS.read_text())) == benchmarks
     assert all((RESULTS / f"{name}.json").exists() for name in benchmarks)
+
+
+def test_what_is_said_of_gpus_is_of_the_committed_records() -> None:
+    assert f"{gpu_runs.BEGIN}\n\n{gpu_runs.between_marks()}\n{gpu_runs.END}" in gpu_runs.PAGE.read_text()

@@ -6,7 +6,6 @@ The real one runs the same files in `tests/cluster/test_slurm.py`.
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from ddp_core.cli.prepare import check_request, prepare
 from tests.cluster import slurm
 from tests.core.cli.asking import understood
-from tests.support.commands import ROOT
+from tests.support.commands import ROOT, ran
 
 FOLDER = ROOT / "launch" / "slurm"
 LIVE = FOLDER / "live.sbatch"
@@ -44,15 +43,7 @@ def run(folder: Path, template: Path, *words: str, **variables: str) -> tuple[in
     usual = {"SLURM_JOB_ID": "7", "CODES": "0 0", "STATE": "RUNNING", "OUTPUT": str(folder / "outputs")}
     usual |= {"MEET": "host:29400", "RUN": "mine"}
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", template, *words],
-        cwd=ROOT,
-        env={"PATH": path} | usual | variables,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = ran("bash", template, *words, env={"PATH": path} | usual | variables, timeout=60)
     files = (folder / "srun.txt", folder / "scontrol.txt")
     srun, scontrol = (file.read_text().strip() if file.exists() else "" for file in files)
     return done.returncode, srun, scontrol, done.stderr

@@ -133,6 +133,13 @@ def command(
         return Ended(process.returncode, output, errors)
 
 
+def ran(
+    *words: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None, timeout: float = HANG
+) -> subprocess.CompletedProcess[str]:
+    """How any program ended, and what it said. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+
+
 @contextlib.contextmanager
 def running(
     *words: str | Path,

@@ -43,9 +43,9 @@ CONTEXT.set_forkserver_preload(
         *("torch.distributed.tensor.experimental._func_map", "torch.profiler._cupti_monitor", "sympy.tensor.tensor"),
         *("numpy", "numpy.ma", "pydantic", "safetensors.torch", "psutil", "pytest", "encodings.idna"),
         *("ddp_core.cli.entry", "ddp_core.cli.train", "ddp_core.cli.prepare", "ddp_core.cli.verify"),
-        *("ddp_core.cli.evaluate", "ddp_core.cli.bundle", "ddp_core.cli.audit.audit"),
+        *("ddp_core.cli.evaluate", "ddp_core.cli.bundle", "ddp_core.cli.audit"),
         *("ddp_core.launch.launch", "ddp_core.run.run", "ddp_core.data.builders", "ddp_core.model.builders"),
-        *("ddp_core.trainers.data_parallel", "ddp_core.trainers.distributed", "ddp_core.trainers.single"),
+        *("ddp_core.trainers.data_parallel", "ddp_core.trainers.distributed"),
         *("ddp_core.trainers.sharded", "ddp_core.sharding.rows"),
         *("tests.support.commands", "tests.support.quick", "tests.support.warmed"),
     ]

@@ -130,19 +130,6 @@ def _all_reduce(found: Tensor, op: object, group: ThreadGroup) -> None:
     found.copy_(torch.stack(everyones).amax(0))
 
 
-def _all_to_all(out: Tensor, own: Tensor, receives: Sequence[int], sends: Sequence[int], group: ThreadGroup) -> None:
-    assert (out.numel(), own.numel()) == (sum(receives), sum(sends))
-    works = [group.send([part], peer, -1) for peer, part in enumerate(own.split(list(sends)))]
-    works += [group.recv([part], peer, -1) for peer, part in enumerate(out.split(list(receives)))]
-    for work in works:
-        work.wait()
-
-
-def _all_gather(whole: Tensor, own: Tensor, group: ThreadGroup) -> None:
-    size = [own.numel()] * group.size()
-    _all_to_all(whole, own.repeat(group.size()), size, size, group)
-
-
 def _message(operation: str, tensor: Tensor, group: ThreadGroup, group_peer: int) -> Callable[[], Work]:
     assert tensor.numel()
     assert group_peer != group.rank()
@@ -155,22 +142,20 @@ def _batch(messages: Sequence[Callable[[], Work]]) -> list[Work]:
 
 
 COLLECTIVES = SimpleNamespace(
-    all_to_all_single=_all_to_all,
-    all_gather_into_tensor=_all_gather,
     isend="send",
     irecv="recv",
     P2POp=_message,
     batch_isend_irecv=_batch,
 )
-"""What `ddp_core.reduction.collectives` takes from torch.distributed."""
+"""What `ddp_core.reduction.exchange` takes from torch.distributed."""
 
 
 def use_threads(patch: pytest.MonkeyPatch, backend: str = "gloo") -> None:
     """From now on exchanges are those of this backend, and collective operations work on groups of threads."""
     patch.setattr(
-        "ddp_core.reduction.backends._backend", lambda group, device: backend if group.size() and device.type else ""
+        "ddp_core.reduction.exchange._backend", lambda group, device: backend if group.size() and device.type else ""
     )
-    patch.setattr("ddp_core.reduction.collectives.dist", COLLECTIVES)
+    patch.setattr("ddp_core.reduction.exchange.dist", COLLECTIVES)
     patch.setattr("ddp_core.reduction.agreement.dist", SimpleNamespace(all_gather_object=_all_gather_object))
     patch.setattr("ddp_core.reduction.communication.carries_host_memory", lambda _: True)
     patch.setattr("ddp_core.reduction.communication.own_group", ThreadGroup.own)
@@ -228,7 +213,7 @@ def on_thread_world(world_size: int, function: Callable[[Any], Any]) -> list[Any
         # Gathers of parameters need no group of their own where all of a rank's collectives are called by its thread.
         patch.setattr("ddp_core.sharding.rows.own_group", lambda group, *asked: GATHERS.append(asked) or group)
         patch.setattr("ddp_core.sharding.rows.gather_by_messages", lambda *_: None)
-        patch.setattr("ddp_core.reduction.backends._backends", lambda _: {"cpu": "gloo"})
+        patch.setattr("ddp_core.reduction.exchange._backends", lambda _: {"cpu": "gloo"})
         _set_thread_isolation_mode(True)
         ProcessLocalGroup.reset()
         try:

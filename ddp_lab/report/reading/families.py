@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.cli.compare import set_apart, verdict
-from ddp_core.record.over_seeds import family_of
+from ddp_core.record.figures import family_of
 from ddp_lab.report.reading.runs import Run
 from ddp_lab.report.values import Spread, plural, slug
 

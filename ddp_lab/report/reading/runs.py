@@ -13,8 +13,7 @@ from ddp_core.base.files import is_there
 from ddp_core.config.layout import Layout
 from ddp_core.observe.metrics import each_record
 from ddp_core.record.directory import RunDirectory, find_runs
-from ddp_core.record.early import how_it_ended
-from ddp_core.record.guarded import broken_promise, what_broke_it
+from ddp_core.record.recorded import broken_promise, how_it_ended, what_broke_it
 from ddp_core.record.run_json import RecordedRun
 from ddp_core.record.weights import WEIGHTS, exchanged_weights
 from ddp_lab.report.values import finite
@@ -74,7 +73,7 @@ class Run:
     @property
     def early_end(self) -> str | None:
         """Where and why a callback has ended the run, in words; None where none has."""
-        return how_it_ended(self.record.get("ended_early"))
+        return how_it_ended(self.record)
 
     def result(self, name: str) -> float | None:
         """A number of the run's result."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddp_core.record.over_seeds import over_seeds
-from ddp_core.record.own_figures import MOST, in_words, own_figures
+from ddp_core.record.figures import MOST, in_words, over_seeds, own_figures
 from ddp_lab.report.charts.learning import learning_note, learning_plots
 from ddp_lab.report.charts.plot import Plot
 from ddp_lab.report.reading.families import Family, Group

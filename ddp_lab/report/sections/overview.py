@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from ddp_core.record.own_figures import in_words, own_figures
+from ddp_core.record.figures import in_words, own_figures
 from ddp_lab.report import values
 from ddp_lab.report.reading.families import way_of
 from ddp_lab.report.reading.runs import Inventory, Run

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddp_core.base.beneath import open_file
 from ddp_core.config.records import dotted
-from ddp_core.record.own_figures import in_words, own_figures
+from ddp_core.record.figures import in_words, own_figures
 from ddp_lab.report.reading.runs import BrokenRun, Run
 from ddp_lab.report.values import number, plain, slug
 

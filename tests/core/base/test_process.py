@@ -1,8 +1,6 @@
 """A reader that has gone, a terminal that knows few letters, a container without an init: none ends a command.
 
 The memory of a process, and the thread in which it drops a process group.
-
-Tests base/parting.py, too.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_core.base.parting import let_go
+from ddp_core.base.process import let_go
 from ddp_core.cli import main
 from tests.faults.matrix import record_row
-from tests.support.commands import ROOT, command, trained
+from tests.support.commands import ROOT, command, ran, trained
 from tests.support.processes import HANG, ask
 
 TRAIN = ["train", "toy_mlp", "--device", "cpu", "--set", "epochs=3"]
@@ -210,14 +208,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.slow
 def test_what_is_freed_is_used_again_without_page_faults() -> None:
     def run(argument: str) -> tuple[bool, int]:
-        done = subprocess.run(
-            [sys.executable, "-c", FAULTS, argument],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=HANG,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        done = ran(sys.executable, "-c", FAULTS, argument, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
         kept, faults = done.stdout.split()
         return kept == "True", int(faults)
 

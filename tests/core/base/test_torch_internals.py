@@ -242,9 +242,13 @@ def test_a_command_ends_with_that_line_alone() -> None:
     assert re.fullmatch(r"ddp: error: torch \S+ has no _foreach_mul_ \(torch\), a private name [^\n]+\n", ended.errors)
 
 
-def test_the_releases_that_were_tried_begin_with_the_first_that_is_admitted() -> None:
+def test_what_was_tried_begins_with_what_is_admitted_and_is_on_the_page_of_the_promise() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"torch>={TRIED.split()[0]}" in project["dependencies"]
+    pythons = [each.rpartition(" ")[2] for each in project["classifiers"] if re.search(r":: 3\.\d", each)]
+    assert project["requires-python"] == f">={pythons[0]}"
+    page = (ROOT / "docs" / "reference" / "promise.md").read_text()
+    assert f"Python {pythons[0]} to {pythons[-1]}, torch {TRIED}" in page
 
 
 def test_what_is_found_in_a_file_is_a_whole_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

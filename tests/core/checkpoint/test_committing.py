@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ddp_core.checkpoint import Checkpointer, Fence, best_checkpoint, find_checkpoints, load, newest_valid, sweep
-from ddp_core.checkpoint.data_file import POINTS
+from ddp_core.checkpoint.committing import POINTS
 from ddp_core.checkpoint.manifest import MANIFEST_FORMAT, pointed_step
 from tests.core.checkpoint.children import killed_at, state_of
 from tests.core.checkpoint.saved import is_whole, leftovers, save_steps, steps_in

@@ -14,7 +14,7 @@ import pytest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.refusals import human_bytes
 from ddp_core.checkpoint import Checkpointer, find_checkpoints, newest_valid
-from ddp_core.checkpoint.data_file import POINTS
+from ddp_core.checkpoint.committing import POINTS
 from ddp_core.checkpoint.state import StateTensors
 from tests.core.checkpoint.children import save_under_a_file_limit, state_of
 from tests.core.checkpoint.saved import REFERENCE, is_whole, leftovers, save_steps, saved

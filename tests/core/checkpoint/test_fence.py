@@ -15,7 +15,7 @@ import pytest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import take_lock
 from ddp_core.checkpoint import Checkpointer, Fence, Superseded, find_checkpoints, load
-from ddp_core.checkpoint.data_file import POINTS
+from ddp_core.checkpoint.committing import POINTS
 from tests.core.checkpoint.children import state_of, stopped_inside_the_fence, take_many, wait_until_stopped
 from tests.core.checkpoint.saved import leftovers, save_steps, saved
 from tests.support.processes import ask, start

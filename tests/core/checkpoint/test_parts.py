@@ -26,7 +26,7 @@ from ddp_core.checkpoint import (
     verify,
     whole_tensors,
 )
-from ddp_core.checkpoint.data_file import POINTS, POINTS_OF_PARTS
+from ddp_core.checkpoint.committing import POINTS, POINTS_OF_PARTS
 from ddp_core.checkpoint.manifest import Damaged
 from ddp_core.checkpoint.parts import part_of, put_together
 from ddp_core.record.weights import read_weights

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_core.checkpoint.queues import with_queues, without_queues
+from ddp_core.checkpoint.state import with_queues, without_queues
 
 
 class Kind(IntEnum):

@@ -12,7 +12,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from ddp_core.cli.audit.draw import claims, drawn, needed_draws, passing, segments_of
+from ddp_core.cli.audit import claims, drawn, needed_draws, passing, segments_of
 from tests.support.commands import ddp, train, trained
 from tests.support.layout_cases import ADAMW_MLP
 from tests.support.wording import said_as_before

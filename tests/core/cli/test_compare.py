@@ -1,4 +1,4 @@
-"""`ddp compare`: runs side by side, read from their records alone. Tests record/own_figures.py, too."""
+"""`ddp compare`: runs side by side, read from their records alone."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from ddp_core.cli import early_numerics
-from ddp_core.cli.early_numerics import EarlyNumerics, expected_numerics
+from ddp_core.cli import train
 from ddp_core.cli.prepare import prepare
+from ddp_core.cli.train import EarlyNumerics, expected_numerics
 from ddp_core.config.options import Asked
 from ddp_core.numerics.limits import LIMITS, portable_refused_by
 from tests.support.commands import ROOT, ddp, trained, without_limits
@@ -35,7 +35,7 @@ OVERRULED = PORTABLE + 'experiment = experiment.model_copy(update={"numerics": "
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_numerics, "_GPU_DRIVER", Path("/nowhere"))
+    monkeypatch.setattr(train, "_GPU_DRIVER", Path("/nowhere"))
 
 
 def mine(folder: Path, text: str) -> str:
@@ -75,7 +75,7 @@ def test_a_record_counts_before_the_file(tmp_path: Path) -> None:
 
 
 def test_where_there_may_be_a_gpu_nothing_is_set_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_numerics, "_GPU_DRIVER", tmp_path)
+    monkeypatch.setattr(train, "_GPU_DRIVER", tmp_path)
     assert expected_numerics(Asked(experiment=mine(tmp_path, PORTABLE))) == "native"
     assert expected_numerics(Asked(experiment=mine(tmp_path, PORTABLE), device="cpu")) == "portable"
 
@@ -94,8 +94,7 @@ def test_other_machines_are_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_program_that_goes_on_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LIMITS:
         monkeypatch.delenv(name)
-    started = EarlyNumerics([], is_own_process=False)
-    started.expect(Asked(experiment="toy_mlp", numerics="portable"))
+    started = EarlyNumerics(Asked(experiment="toy_mlp", numerics="portable"), [], is_own_process=False)
     assert not LIMITS.keys() & os.environ.keys()
     assert not started.can_hold("portable")
     assert started.can_hold("native")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import socket
 import sys
 from collections.abc import Callable
@@ -19,7 +20,6 @@ import pytest
 from packaging.requirements import Requirement
 
 from ddp_core.base.errors import ExitCode
-from ddp_core.cli import rebuild
 from ddp_core.cli.bundle import make_bundle
 from ddp_core.cli.verify import verify
 from ddp_core.record.bundles import BUNDLE_FORMAT, MANIFEST, PINS
@@ -78,7 +78,7 @@ def uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]
         stands_in = tmp_path / "uv"
         stands_in.write_text(program.replace("UV_ASKED", str(asked)))
         stands_in.chmod(0o755)
-        monkeypatch.setattr(rebuild.shutil, "which", lambda *_, **__: str(stands_in))
+        monkeypatch.setattr(shutil, "which", lambda *_, **__: str(stands_in))
         return asked
 
     monkeypatch.delenv("UV_FIND_LINKS", raising=False)
@@ -91,7 +91,7 @@ def test_what_it_needs_is_said_first(
     uv(UV)
     with refusing():
         verify(tmp_path, rebuild=True, **WHERE)
-    monkeypatch.setattr(rebuild.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     with refusing():
         verify(BUNDLE, rebuild=True, **WHERE)
 

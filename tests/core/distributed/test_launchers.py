@@ -1,7 +1,4 @@
-"""The variables of schedulers, MPI and Kubernetes: one table for all, and one training for all processes.
-
-Tests cli/launched.py, too.
-"""
+"""The variables of schedulers, MPI and Kubernetes: one table for all, and one training for all processes."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_core.cli.launched import follow_launcher
+from ddp_core.cli.train import follow_launcher
 from ddp_core.config.options import Asked, NodeRange
 from ddp_core.distributed.launchers import Node
 from ddp_core.distributed.world import World, free_port, node_here

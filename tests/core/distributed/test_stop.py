@@ -9,9 +9,11 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from subprocess import Popen
 
+import psutil
 import pytest
 
 from ddp_core.base.errors import ExitCode, UserError
@@ -22,14 +24,38 @@ from ddp_core.distributed.world import World, free_port
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.directory import find_runs
 from tests.core.run.test_repeat import BEGIN
-from tests.distributed.asking import Send, has_begun, to_every_process, to_its_group, to_the_command
 from tests.faults.matrix import record_row
-from tests.support.commands import forked, running, train, trained, wait_until
+from tests.support.commands import Forked, forked, running, train, trained, wait_until
 from tests.support.layout_cases import ADAMW_MLP
 from tests.support.processes import HANG
 
 WORDS = (ADAMW_MLP, "--set", "max_steps=40", "--log-every", "1")
 DDP = ("--layout", "ddp", "--nproc-per-node", "2")
+Started = Forked | Popen[str]
+Send = Callable[[Started, int], None]
+
+
+def has_begun(output: Path) -> bool:
+    """Whether a run below `output` has recorded a step."""
+    return any('"kind": "step"' in file.read_text() for file in output.glob("*/*/metrics.jsonl"))
+
+
+def to_the_command(started: Started, number: int) -> None:
+    os.kill(started.pid, number)
+
+
+def to_its_group(started: Started, number: int) -> None:
+    """As a terminal does on Ctrl-C."""
+    os.killpg(started.pid, number)
+
+
+def to_every_process(started: Started, number: int) -> None:
+    """As a scheduler does: to the launcher and all that it has started, the children first."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(started.pid)
+        for process in [*reversed(launcher.children(recursive=True)), launcher]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +64,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return record["weights_sha256"], record["optimizer_sha256"]
 
 
-def stop(output: Path, *words: str, number: int, send: Send) -> dict[str, Any]:
-    """Start a run, stop it after some steps, check what it leaves behind; return its record."""
+def stop(output: Path, *words: str, number: int, send: Send) -> None:
+    """Start a run, stop it after some steps, check what it leaves behind."""
     full = ["train", *WORDS, *words, "--device", "cpu", "--fault", "slow@1", "--output", output]
     with forked(*full) as started:
         wait_until(lambda: has_begun(output), HANG, "the first step")
@@ -56,13 +82,6 @@ def stop(output: Path, *words: str, number: int, send: Send) -> dict[str, Any]:
     (line,) = ended.errors.splitlines()
     assert line.startswith("ddp: stopped: at step "), ended.errors
     assert "--resume auto" in line
-    return record
-
-
-def check_the_end(output: Path, undisturbed: tuple[str, str]) -> None:
-    record = train(output, *WORDS, "--resume", "auto")
-    assert record["status"] == "completed"
-    assert (record["weights_sha256"], record["optimizer_sha256"]) == undisturbed
 
 
 DP = ("--layout", "dp")
@@ -87,7 +106,9 @@ def test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened(
     """A scheduler sends it to the launcher, the parent of its workers, the workers, and those that load their data."""
     words = ("--workers", "1") if send is to_every_process else ()
     stop(tmp_path, *layout, *words, *EARLY.get(number, ()), number=number, send=send)
-    check_the_end(tmp_path, undisturbed)
+    record = train(tmp_path, *WORDS, "--resume", "auto")
+    assert record["status"] == "completed"
+    assert (record["weights_sha256"], record["optimizer_sha256"]) == undisturbed
     if words:
         record_row(28, f"{number.name} to {' '.join(layout) or 'single'}, with loader processes: 75, saved")
 

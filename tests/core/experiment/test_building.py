@@ -1,7 +1,4 @@
-"""What an experiment file brings along: optimizer, schedule, metrics and callbacks, and each way to get them wrong.
-
-Tests experiment/built.py, too.
-"""
+"""What an experiment file brings along: optimizer, schedule, metrics and callbacks, and each way to get them wrong."""
 
 from __future__ import annotations
 

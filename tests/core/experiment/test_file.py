@@ -85,7 +85,7 @@ def test_a_name_or_value_that_nothing_uses_is_asked_about(text: str, tmp_path: P
     ],
 )
 def test_what_has_a_use_or_another_meaning_is_not_asked_about(text: str, fields: str, tmp_path: Path) -> None:
-    load(tmp_path, OWN + text, fields)
+    assert load(tmp_path, OWN + text, fields).experiment.name == "mine"
 
 
 def test_a_file_that_imports_a_torchvision_of_another_torch_is_run_with_its_operators_declared(

@@ -15,7 +15,7 @@ from ddp_core.experiment.request import build_parts
 from ddp_core.record.reading import Run
 from tests.core.run.test_run import HEAD
 from tests.core.test_bad_input import MODES
-from tests.support.commands import ddp, trained
+from tests.support.commands import ddp, train, trained
 
 LAZY = """
 def model():
@@ -98,9 +98,7 @@ def test_every_layout_ends_with_the_same_weights(text: str, others: list[str], t
     file, digests = written(tmp_path, text), set()
     layouts = MODES | {"shards": [*MODES["torchrun"], "--shard", "parameters"]}
     for name in ("single", *others):
-        ended = ddp("train", file, *layouts[name], "--output", tmp_path / name)
-        assert ended.code == ExitCode.DONE, ended.errors
-        digests.add(trained(tmp_path / name)[1]["weights_sha256"])
+        digests.add(train(tmp_path / name, file, *layouts[name])["weights_sha256"])
     assert len(digests) == 1
     if text == LAZY:
         model = Run(trained(tmp_path / "single")[0].path).load_model()

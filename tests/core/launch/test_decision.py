@@ -1,4 +1,7 @@
-"""What the launcher decides when workers have failed: every case, without starting a process."""
+"""What the launcher decides when workers have failed: every case, without starting a process.
+
+Tests launch/agent.py, too.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import signal
 import pytest
 
 from ddp_core.base.errors import ExitCode
-from ddp_core.launch import decision as deciding
+from ddp_core.launch import agent as deciding
 
 KILLED = -signal.SIGKILL
 LOST, STOPPED = ExitCode.PEERS_LOST, ExitCode.STOPPED
@@ -15,28 +18,28 @@ TWO_LEFT = "starting the workers again from the last checkpoint (2 more restarts
 NONE_LEFT = "starting the workers again from the last checkpoint (0 more restarts allowed)"
 REASON = "rank 1 (node 0) lost a peer: closed; continue with --resume auto"
 
-CASES: dict[str, tuple[tuple[set[int], str | None, bool, int], deciding.Decision]] = {
-    "a loss that was named": (({KILLED, LOST}, None, False, 3), deciding.Decision(deciding.Next.RESTART, (TWO_LEFT,))),
+CASES: dict[str, tuple[tuple[set[int], str | None, bool, int], tuple[int, list[str]]]] = {
+    "a loss that was named": (({KILLED, LOST}, None, False, 3), (3, [TWO_LEFT])),
     "a loss that a report explains": (
         ({LOST}, REASON, False, 3),
-        deciding.Decision(deciding.Next.RESTART, ("rank 1 (node 0) lost a peer: closed", TWO_LEFT)),
+        (3, ["rank 1 (node 0) lost a peer: closed", TWO_LEFT]),
     ),
-    "the last restart": (({KILLED}, None, False, 1), deciding.Decision(deciding.Next.RESTART, (NONE_LEFT,))),
-    "no restarts left": (({KILLED, LOST}, REASON, False, 0), deciding.Decision(deciding.Next.END)),
-    "a death without a word": (({1}, None, False, 3), deciding.Decision(deciding.Next.RESTART, (TWO_LEFT,))),
-    "a mistake": (({ExitCode.BAD_INPUT, LOST}, REASON, False, 3), deciding.Decision(deciding.Next.END)),
-    "a request to stop": (({STOPPED}, REASON, False, 3), deciding.Decision(deciding.Next.END)),
+    "the last restart": (({KILLED}, None, False, 1), (1, [NONE_LEFT])),
+    "no restarts left": (({KILLED, LOST}, REASON, False, 0), (0, [])),
+    "a death without a word": (({1}, None, False, 3), (3, [TWO_LEFT])),
+    "a mistake": (({ExitCode.BAD_INPUT, LOST}, REASON, False, 3), (0, [])),
+    "a request to stop": (({STOPPED}, REASON, False, 3), (0, [])),
     "a request by a launcher with a node to take in": (
         ({STOPPED}, REASON, True, 3),
-        deciding.Decision(deciding.Next.MAKE_ROOM, (deciding.MAKING_ROOM,)),
+        (4, [deciding.MAKING_ROOM]),
     ),
     "the same without restarts, which it does not cost": (
         ({STOPPED}, REASON, True, 0),
-        deciding.Decision(deciding.Next.MAKE_ROOM, (deciding.MAKING_ROOM,)),
+        (1, [deciding.MAKING_ROOM]),
     ),
     "the same while a worker was killed": (
         ({STOPPED, KILLED}, None, True, 3),
-        deciding.Decision(deciding.Next.MAKE_ROOM, (deciding.MAKING_ROOM,)),
+        (4, [deciding.MAKING_ROOM]),
     ),
 }
 
@@ -53,9 +56,7 @@ FINAL_CODES = (2, 3, 4, 5, 70, 75)
 
 @pytest.mark.parametrize("code", FINAL_CODES)
 def test_nothing_is_tried_again_that_would_come_to_the_same_end(code: int) -> None:
-    assert deciding.after_failure({code, KILLED}, None, room=False, restarts_left=3) == deciding.Decision(
-        deciding.Next.END
-    )
+    assert deciding.after_failure({code, KILLED}, None, room=False, restarts_left=3) == (0, [])
     assert deciding.patience([code, KILLED]) == deciding.FINISHING_SECONDS
 
 
@@ -70,8 +71,8 @@ def test_who_waits_matters_where_another_launcher_may_have_asked(
 
 
 def test_what_follows_when_room_was_made() -> None:
-    assert {deciding.after_making_room(code) for code in (None, STOPPED, LOST)} == {deciding.Next.MAKE_ROOM}
-    assert {deciding.after_making_room(code) for code in FINAL_CODES[:-1]} == {deciding.Next.END}
+    assert not any(map(deciding.would_repeat, (STOPPED, LOST)))
+    assert all(map(deciding.would_repeat, FINAL_CODES[:-1]))
 
 
 def test_workers_that_cannot_speak_are_spoken_for_in_the_order_of_their_ranks() -> None:

@@ -11,7 +11,7 @@ from ddp_core.cli.prepare import load_with_settings
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
 from ddp_core.experiment.request import Evaluated, Request
-from ddp_core.launch.recovery import with_recovery
+from ddp_core.launch.launch import with_recovery
 
 EVALUATED = Evaluated("a run", "/a/run", 5, None, False)
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from ddp_core.base.errors import ExitCode
-from ddp_core.live.decision import going_on, may_go_on
+from ddp_core.live.agent import going_on, may_go_on
 
 KILLED = -signal.SIGKILL
 LOST, STOPPED = ExitCode.PEERS_LOST, ExitCode.STOPPED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ddp_core.live.held import HeldState
 from tests.core.trainers.builders import experiment, trainer_of
 
@@ -25,6 +27,6 @@ def test_all_ranks_go_on_with_what_one_of_them_has_found() -> None:
     with trainer_of(experiment()) as trainer:
         trainer.train()
         unaware = HeldState.of(trainer)
-    aware = unaware.offer._replace(is_broken=True, noted_after=3)
+    aware = replace(unaware.offer, is_broken=True, noted_after=3)
     following = unaware.at_position(aware, 0, [unaware.offer, aware])
     assert (following.is_broken, following.noted_after) == (True, 3)

@@ -2,7 +2,7 @@
 
 What such a chain is by definition is said here in numpy, without torch.
 
-Tests numerics/assembler.py, numerics/chain_arguments.py, numerics/chain_code.py and numerics/chain_copies.py, too.
+Tests numerics/assembler.py and numerics/chain_code.py, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which rank is named when a collective times out: the silent one, not another rank that was left waiting.
-
-Tests distributed/nccl_errors.py, too.
-"""
+"""Which rank is named when a collective times out: the silent one, not another rank that was left waiting."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ from ddp_core.base.user_code import MODULE_PREFIX
 from ddp_core.checkpoint import Fence, best_checkpoint, find_checkpoints, newest_valid, sweep
 from ddp_core.checkpoint.manifest import _canonical
 from ddp_core.cli import main
-from ddp_core.cli.early_numerics import expected_numerics
 from ddp_core.cli.prepare import load_with_settings
+from ddp_core.cli.train import expected_numerics
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Asked, Options
 from ddp_core.distributed.children import Children
@@ -40,9 +40,9 @@ from ddp_core.observe.heartbeat import name_lost_peer, renew_heartbeat
 from ddp_core.record.continuing import find_resumable, require_continuable
 from ddp_core.record.data import recorded_digest
 from ddp_core.record.directory import RunDirectory, find_launch
-from ddp_core.record.initial_weights import find_weights
 from ddp_core.record.lock import require_unlocked
 from ddp_core.record.reading import Run
+from ddp_core.record.weights import find_weights
 from ddp_lab.report.reading.runs import read_runs
 from tests.support.commands import Ended, ddp, train, trained
 from tests.support.own_project import write_project

@@ -1,6 +1,6 @@
 """Which run is continued, and what stops it: other settings, other code, other initial weights; with real trainings.
 
-Tests record/changes.py, record/data.py and run/facts.py, too.
+Tests record/changes.py and record/data.py, too.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Installed packages are written as pins, and compared with those of a run.
 
-Tests record/pins.py and record/recorded.py, too.
+Tests record/pins.py, too.
 """
 
 from __future__ import annotations

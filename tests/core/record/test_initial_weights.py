@@ -20,8 +20,7 @@ from ddp_core.base.errors import UserError
 from ddp_core.base.files import sha256_of
 from ddp_core.checkpoint import Checkpointer, load, read_checkpoint
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.initial_weights import find_weights, put_weights
-from ddp_core.record.weights import WEIGHTS, exchanged_weights, read_weights
+from ddp_core.record.weights import WEIGHTS, exchanged_weights, find_weights, put_weights, read_weights
 from tests.support.records import a_record
 from tests.support.wording import refusing
 
@@ -60,11 +59,11 @@ def test_state_dicts_are_read_in_every_usual_form(tmp_path: Path, form: str) -> 
     else:
         torch.save(forms[form], file)
     found = find_weights(str(file))
-    assert (found.given, found.file) == (str(file), str(file.resolve()))
+    assert (found["given"], found["file"]) == (str(file), str(file.resolve()))
     assert not same(trained, fresh)
     put_weights(fresh, found)
     assert same(trained, fresh)
-    assert form == "wrapped in DDP" or found.sha256 == weights_digest(state)
+    assert form == "wrapped in DDP" or found["sha256"] == weights_digest(state)
 
 
 def test_tied_weights_come_back_tied(tmp_path: Path) -> None:
@@ -161,7 +160,7 @@ def test_a_pipe_in_the_place_of_weights_keeps_nobody_waiting(tmp_path: Path) -> 
 def test_a_run_starts_another_with_the_weights_of_its_record_alone(tmp_path: Path) -> None:
     run = finished(tmp_path, nn.Linear(2, 2))
     file, digest = tmp_path / WEIGHTS, run.read()["weights_sha256"]
-    assert find_weights(str(tmp_path)).sha256 == digest
+    assert find_weights(str(tmp_path))["sha256"] == digest
     whole = file.read_bytes()
     save_file({name: torch.zeros_like(value) for name, value in load_file(file).items()}, file)
     with refusing():
@@ -172,7 +171,7 @@ def test_a_run_starts_another_with_the_weights_of_its_record_alone(tmp_path: Pat
             find_weights(str(tmp_path))
     file.unlink()
     found = find_weights(str(tmp_path))
-    assert (Path(found.file).name, found.sha256) == ("step-000000004.pt", digest), "the checkpoint of the last step"
+    assert (Path(found["file"]).name, found["sha256"]) == ("step-000000004.pt", digest), "the last step's checkpoint"
     (run.checkpoints / "step-000000004.pt").unlink()
     with refusing():
         find_weights(str(tmp_path))

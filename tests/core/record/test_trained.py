@@ -1,6 +1,6 @@
 """The trained model of a run, a checkpoint or a bundle: which weights, that they are the run's own, and as a file.
 
-Tests record/exporting.py and record/places.py, too.
+Tests record/bundles.py, too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from ddp_core.base.errors import UserError
 from ddp_core.base.torch_internals import plain_name
 from ddp_core.checkpoint import find_checkpoints, load
 from ddp_core.cli.bundle import make_bundle
-from ddp_core.record.exporting import export, save
-from ddp_core.record.places import place_named
-from ddp_core.record.trained import States
+from ddp_core.record.bundles import place_named
+from ddp_core.record.trained import States, export, save
 from tests.support.commands import ROOT, ddp, train, trained
 from tests.support.wording import refusing
 
@@ -127,7 +126,7 @@ def test_what_is_no_run_and_what_was_changed_is_refused(copied: Run, tmp_path: P
 
 def written(run: Run, to: str, folder: Path) -> Path:
     with place_named(run) as place:
-        return export(place, to, folder / "export", weights="trained").file
+        return export(place, to, folder / "export", weights="trained")
 
 
 def plain() -> nn.Module:
@@ -162,11 +161,12 @@ def test_the_torch_format_keeps_tied_weights_tied(run: Run, tmp_path: Path) -> N
     assert weights_digest(state) == weights_digest(load_model(run, weights="trained").state_dict())
 
 
-def test_a_checkpoint_and_a_bundle(run: Run, tmp_path: Path) -> None:
+def test_a_checkpoint_and_a_bundle(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with place_named(run.path / "checkpoints" / "step-000000006.pt") as place:
-        done = export(place, "torch", tmp_path / "six", weights="averaged")
-    model = load_model(run, at=6, weights="averaged")
-    assert done.digest == weights_digest(torch.load(done.file)) == weights_digest(model.state_dict())
+        file = export(place, "torch", tmp_path / "six", weights="averaged")
+    digest = weights_digest(load_model(run, at=6, weights="averaged").state_dict())
+    assert digest == weights_digest(torch.load(file))
+    assert capsys.readouterr().out.endswith(f"bytes\nweights sha256 {digest}\n")
     make_bundle(run.path, tmp_path / "handed.zip")
     ended = ddp("export", tmp_path / "handed.zip", "--to", "safetensors", "--out", tmp_path / "bundled")
     assert ended.code == 0, ended.errors

@@ -1,7 +1,4 @@
-"""Ranks that do not agree on what the bits of a sum depend on are refused, on all of them.
-
-Tests reduction/refusal.py, too.
-"""
+"""Ranks that do not agree on what the bits of a sum depend on are refused, on all of them."""
 
 from __future__ import annotations
 

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from ddp_core.base.torch_internals import timeout_of
 from ddp_core.reduction.communication import Channel, CommunicationThreads, Transfer, own_group
-from ddp_core.reduction.messages import PointToPoint
-from ddp_core.reduction.one_level import plan_for, sum_in_one_level
+from ddp_core.reduction.exchange import PointToPoint
+from ddp_core.reduction.ordered_sum import sum_parts
+from ddp_core.reduction.parts import PartsInOneLevel
+from ddp_core.reduction.tree import plan_for
 from tests.support.processes import ask
 from tests.support.thread_group import on_threads, use_threads
 
@@ -47,10 +49,11 @@ def test_a_sum_that_comes_early_does_not_overwrite_what_is_still_to_be_sent(monk
     group: Any = SlowSender()
     flat = torch.full((4,), LATE)
     # As with a bucket of DDP: the sums arrive where the own tensor lies.
-    exchange = PointToPoint(group)
+    exchange = PointToPoint(group, range(2))
     exchange.one_round_bytes = -1
     monkeypatch.setattr("ddp_core.reduction.exchange.LINE_BYTES", 8)
-    sum_in_one_level(exchange, [flat], flat, plan_for(2, 2))
+    for _ in sum_parts(PartsInOneLevel(exchange), [flat], flat, plan_for(2, 2)):
+        pass
     assert group.sent == [[LATE, LATE], [LATE + SUM, LATE + SUM]]
     assert flat.tolist() == [LATE + SUM, LATE + SUM, SUM, SUM]
 

@@ -1,6 +1,6 @@
 """Sums of ranks that are threads: the bits of the tree, however tensors travel and wherever they are cut.
 
-Tests reduction/backends.py, reduction/collectives.py, reduction/messages.py and reduction/one_level.py, too.
+Tests reduction/exchange.py, too.
 """
 
 from __future__ import annotations
@@ -13,30 +13,28 @@ import pytest
 import torch
 
 from ddp_core.base.seeds import share_of
-from ddp_core.reduction import OrderedSum, backends
-from ddp_core.reduction.backends import exchange_among, exchange_on, goes_through_host
-from ddp_core.reduction.messages import PointToPoint
-from ddp_core.reduction.ordered_sum import TwoLevels, groups_of
+from ddp_core.reduction import OrderedSum
+from ddp_core.reduction.exchange import PointToPoint, _backend, exchange_among, exchange_on, goes_through_host
+from ddp_core.reduction.ordered_sum import groups_of
 from ddp_core.reduction.parts import PartsInOneLevel
 from tests.distributed.level_cases import WORLDS, subtrees, wrong_sums
 from tests.support.thread_group import ThreadGroup, on_threads, use_threads
 from tests.support.wording import refusing
 
 CPU = torch.device("cpu")
-WAYS = ["messages", "in pieces", "chunks", "collectives", "host memory", "host memory in pieces"]
+WAYS = ["messages", "in pieces", "chunks", "batches", "host memory", "host memory in pieces"]
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each way for tensors to travel."""
     way = str(request.param)
-    use_threads(monkeypatch, "nccl" if way == "collectives" else "gloo")
+    use_threads(monkeypatch, "nccl" if way == "batches" else "gloo")
     if way != "messages":
         monkeypatch.setattr(PointToPoint, "one_round_bytes", 1 << 20 if "pieces" in way else -1)
-        monkeypatch.setattr("ddp_core.reduction.one_level._PIECE_ELEMENTS", 64)
+        monkeypatch.setattr("ddp_core.reduction.parts._PIECE_ELEMENTS", 64)
     if "host memory" in way:
         monkeypatch.setattr("ddp_core.reduction.parts.goes_through_host", lambda *_: True)
-        monkeypatch.setattr("ddp_core.reduction.ordered_sum.goes_through_host", lambda *_: True)
     return way
 
 
@@ -57,12 +55,12 @@ def test_a_sum_in_rounds_is_whole_on_every_rank_where_that_sends_no_more(monkeyp
     use_threads(monkeypatch)
 
     def cuts(group: Any, limit: int) -> Sequence[slice]:
-        exchange = PointToPoint(group)
+        exchange = PointToPoint(group, range(3))
         exchange.one_round_bytes = limit
         return PartsInOneLevel(exchange).cuts(384, torch.float32, 2)
 
     # Three ranks, two rounds: whole leaves are 2 * 2 * 384 elements in place of 2 * 2/3 * 384, and save 2/3 * 384.
-    extra = (2 * 2 - 1) * 384 * 4
+    extra = 2 * (2 * 2 - 1) * 128 * 4
     for limit, expected in (
         (extra, [slice(0, 384)] * 3),
         (extra - 1, [slice(0, 128), slice(128, 256), slice(256, 384)]),
@@ -104,15 +102,18 @@ def test_small_tensors_take_one_round_and_large_ones_two(monkeypatch: pytest.Mon
 def test_two_levels_are_left_out_where_one_round_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
     assert groups_of([range(16)]) == groups_of([[0], [1]]) == groups_of([]) == ()
-    nodes, whole, first = [[0], [1, 2]], 4 * 3840, [4, 4]  # in the first collective all ranks meet
-    # Rank 0 would send its subtree to both others, not half of it to each: that is one subtree more.
-    monkeypatch.setattr(PointToPoint, "one_round_bytes", whole)
-    assert bytes_sent(3, nodes, 3840, 3) == [*first, whole, whole]
-    monkeypatch.setattr(PointToPoint, "one_round_bytes", whole - 1)
-    assert bytes_sent(3, nodes, 3840, 3) == [*first, whole // 2, whole // 2]
-    unlike = ((0,), (1,), (2, 3))
-    found = on_threads(4, lambda group: TwoLevels(group, unlike, CPU).cost_of_one_round(torch.empty(3)))
-    assert found == [(2 * 2 - 2 * (3 - 1) / 3) * 3 * 4] * 4, "the busiest node counts"
+    nodes, whole = [[0, 1], [2, 3]], 4 * 3840
+
+    def sent(limit: int) -> list[int]:
+        monkeypatch.setattr(PointToPoint, "one_round_bytes", limit)
+        return bytes_sent(4, nodes, 3840, 4)
+
+    # Two ranks would send their subtree to two others, not half of it to one and back: that is three subtrees more.
+    assert sent(3 * whole) == [whole] * 3
+    # Each half is sent to whom it is for, and then to the neighbour; or first to the neighbour, who adds it up.
+    assert sent(3 * whole - 1) == sent(whole // 2) == [whole // 2] * 4
+    assert sent(whole // 2 - 1) == [whole // 2] * 3
+    assert bytes_sent(3, [[0], [1, 2]], 3840, 3) == [whole // 3] * 4, "nodes of unlike sizes have one level"
 
 
 def test_a_rank_that_brings_other_subtrees_than_its_own_is_refused() -> None:
@@ -123,7 +124,7 @@ def test_a_rank_that_brings_other_subtrees_than_its_own_is_refused() -> None:
 def test_exchanges_fit_the_backend_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_backend_config", {"the group": "cpu:gloo,cuda:nccl"}.get)
     of_devices: Any = "the group"
-    assert [backends._backend(of_devices, torch.device(kind)) for kind in ("cpu", "cuda")] == ["gloo", "nccl"]
+    assert [_backend(of_devices, torch.device(kind)) for kind in ("cpu", "cuda")] == ["gloo", "nccl"]
     group: Any = ThreadGroup(None, 1, 3)  # type: ignore[arg-type]
     meta = torch.device("meta")
     for backend, device, copied in (("gloo", CPU, False), ("gloo", meta, True), ("other", meta, False)):
@@ -136,5 +137,5 @@ def test_exchanges_fit_the_backend_and_the_device(monkeypatch: pytest.MonkeyPatc
         assert isinstance(whole, PointToPoint)
         assert whole.one_round_bytes == 256 * 1024
     use_threads(monkeypatch, "nccl")
-    assert type(exchange_on(group, CPU)).__name__ == "CollectiveExchange"
+    assert on_threads(2, lambda each: type(exchange_on(each, CPU)).__name__) == ["BatchedMessages"] * 2
     assert type(exchange_among(group, CPU, [2, 1], tag=6)).__name__ == "BatchedMessages"

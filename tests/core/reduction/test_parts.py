@@ -1,7 +1,4 @@
-"""Sums of which each rank gets its part, in two levels, on ranks that are threads: the tree's bits, and few bytes.
-
-Tests reduction/host_memory.py, too.
-"""
+"""Sums of which each rank gets its part, in two levels, on ranks that are threads: the tree's bits, and few bytes."""
 
 from __future__ import annotations
 
@@ -13,12 +10,11 @@ import pytest
 import torch
 
 from ddp_core.base.seeds import share_of
-from ddp_core.reduction.exchange import cut
-from ddp_core.reduction.messages import PointToPoint
-from ddp_core.reduction.one_level import plan_for
+from ddp_core.reduction.exchange import PointToPoint, cut
 from ddp_core.reduction.ordered_sum import groups_of
 from ddp_core.reduction.parts import Parts, order_of, parts_on
-from ddp_core.reduction.round_sum import RoundSum
+from ddp_core.reduction.strided import RoundSum
+from ddp_core.reduction.tree import plan_for
 from tests.distributed.level_cases import WORLDS, leaves_of, subtrees
 from tests.support.thread_group import ThreadGroup, Wires, at_once, on_threads, use_threads
 
@@ -134,13 +130,17 @@ def test_small_tensors_take_one_level_and_one_round(monkeypatch: pytest.MonkeyPa
         work = sent(groups, lambda parts: at_once(parts.fold([torch.ones(elements)], torch.empty(0), plan, quarters)))
         return found[0], len(work)
 
-    whole, two_levels = [slice(0, elements)] * 4, [slice(0, 128), slice(256, 384), slice(128, 256), slice(384, 512)]
+    whole, lanes = [slice(0, elements)] * 4, [slice(0, 256), slice(256, 512)] * 2
     # Two ranks send their leaf to two others: 4 N in place of N/2, and of N/2 for gathering.
     assert cuts_and_messages(3 * 4 * elements)[0] == whole
-    assert cuts_and_messages(3 * 4 * elements - 1)[0] == two_levels
+    assert cuts_and_messages(3 * 4 * elements - 1)[0] == lanes
     # In two rounds, 8 N in place of N, and of N/2.
     assert cuts_and_messages(6.5 * 4 * elements, 2)[0] == whole
-    assert cuts_and_messages(6.5 * 4 * elements - 1, 2)[0] == two_levels
+    assert cuts_and_messages(6.5 * 4 * elements - 1, 2)[0] == lanes
+    # Between two ranks of a lane, two rounds of its half are 2 * N/2 in place of N/2, and of N/4 for sending it back.
+    assert cuts_and_messages(4 * elements / 4, 2)[0] == lanes
+    two_levels = [slice(0, 128), slice(256, 384), slice(128, 256), slice(384, 512)]
+    assert cuts_and_messages(4 * elements / 4 - 1, 2)[0] == two_levels
     # In one level N leave a node in place of N/2, in 3 messages of each rank.
     assert cuts_and_messages(4 * elements / 2)[1] == 4 * 3
     assert cuts_and_messages(4 * elements / 2 - 1)[1] == 4 * (1 + 1)

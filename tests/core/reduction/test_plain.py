@@ -20,8 +20,8 @@ def test_a_parameter_without_a_gradient_has_none_afterwards() -> None:
     reduction.begin(1)
     with reduction.micro_batch(0):
         module[0](torch.ones(1, 2)).sum().backward()
-    reduction.finish(scale=0.5)
-    assert module[0].weight.grad.tolist() == [[0.5, 0.5]]
+    reduction.finish()
+    assert module[0].weight.grad.tolist() == [[1.0, 1.0]]
     assert module[1].weight.grad is None
 
 
@@ -43,7 +43,7 @@ def _sends(rank: int, world_size: int) -> int:
         for index in reduction.share:
             with reduction.micro_batch(index):
                 module(torch.ones(3, 5)).sum().backward()
-        reduction.finish(0.5)
+        reduction.finish()
         reduction.close()
     return len(sent)
 

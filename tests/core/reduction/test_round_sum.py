@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_core.reduction.messages import PointToPoint
+from ddp_core.reduction.exchange import PointToPoint
 from ddp_core.reduction.parts import parts_on
-from ddp_core.reduction.round_sum import RoundSum
+from ddp_core.reduction.strided import RoundSum
 from tests.distributed.level_cases import leaves_of, subtrees
 from tests.support.thread_group import at_once, on_threads, use_threads
 

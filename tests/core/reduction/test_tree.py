@@ -14,7 +14,7 @@ from torch import Tensor
 from ddp_core.base.digests import same_bits
 from ddp_core.base.seeds import share_of
 from ddp_core.reduction import GradientTree, Span, canonical_subtrees, fold, fold_replicas
-from ddp_core.reduction.one_level import Plan, plan_for
+from ddp_core.reduction.tree import Plan, plan_for
 from tests.support.wording import refusing
 
 quick = settings(deadline=None, max_examples=60)
@@ -109,7 +109,7 @@ def test_subtrees_are_added_in_the_order_of_the_tree_not_in_that_of_their_arriva
     plan = Plan(micro_batches, [[span for span, _ in member] for member in members])
     arrivals = [Late(tensor).arrival for member in members for _, tensor in member]
     out = torch.full((5,), torch.nan)
-    plan.add_(arrivals, out)
+    plan.add_(arrivals, [out])
     assert plan.rest == [Span(0, micro_batches)]
     assert torch.equal(out, by_definition(leaves))
 

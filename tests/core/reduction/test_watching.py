@@ -20,8 +20,7 @@ from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.agreement import require_agreement
 from ddp_core.reduction.communication import Channel
 from ddp_core.reduction.flat import Gradients, in_memory_order, view_in
-from ddp_core.reduction.refusal import DependsOnLayout
-from ddp_core.reduction.watching import ForeignBuffers, WrittenParameters
+from ddp_core.reduction.watching import DependsOnLayout, ForeignBuffers, WrittenParameters
 from tests.support.thread_group import on_threads, use_threads
 from tests.support.wording import refusing
 

@@ -287,13 +287,6 @@ def test_a_step_that_is_saved_again_replaces_its_checkpoint_only_once_it_is_ther
     assert names == {"step-000000001-2.pt"}
 
 
-def test_one_process_of_a_machine_copies_a_run_at_a_time(tmp_path: Path, bucket: str) -> None:
-    run, store = a_run(tmp_path / "here", 1), Store(f"{bucket}/{NAME}")
-    with Sender(run, store), pytest.raises(UserError, match="still copies"):
-        Sender(run, store)
-    send(run, bucket)
-
-
 def test_a_checkpoint_that_training_removes_while_it_is_sent_arrives_whole(tmp_path: Path, bucket: str) -> None:
     run = a_run(tmp_path / "here", 1)
 

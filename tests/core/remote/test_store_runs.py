@@ -1,7 +1,4 @@
-"""`ddp train --output ADDRESS` and commands that read from there, with a folder as the store.
-
-Tests cli/in_store.py, too.
-"""
+"""`ddp train --output ADDRESS` and commands that read from there, with a folder as the store."""
 
 from __future__ import annotations
 

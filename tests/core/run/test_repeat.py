@@ -1,7 +1,4 @@
-"""A run whose steps, trained again elsewhere, have other bits is refused before it begins or before it is completed.
-
-Tests observe/flips.py, too.
-"""
+"""A run whose steps, trained again elsewhere, have other bits is refused before it begins or before it is completed."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import pytest
 
 from ddp_core.base.errors import ExitCode
 from ddp_core.record.directory import RunDirectory, find_runs
-from ddp_core.run.asking import OverSocket
+from ddp_core.run.job import OverSocket
 from tests.support.commands import Ended, ddp, wait_until, without_limits
 from tests.support.processes import HANG
 

@@ -26,8 +26,7 @@ from ddp_core.record import run_record
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.lock import RunLock
 from ddp_core.run.beginning import Prepared
-from ddp_core.run.resuming import resume
-from ddp_core.run.starting import choose_checkpoint, open_record
+from ddp_core.run.starting import choose_checkpoint, open_record, resume
 from tests.core.record.test_run_record import ORIGIN, begun
 from tests.core.run.test_run import HEAD
 from tests.core.trainers.builders import CPU, experiment, trainer_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
-from ddp_core.sharding.block_calls import BlockCalls
+from ddp_core.sharding.blocks import BlockCalls
 from tests.support.thread_group import on_threads, use_threads
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_core.sharding.elementwise import require_elementwise
+from ddp_core.sharding.updates import require_elementwise
 from tests.support.wording import refusing
 
 ELEMENTWISE = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -43,12 +42,3 @@ def test_the_whole_of_a_state_is_put_together_on_the_first_rank() -> None:
         assert (whole[name].dtype, whole[name].stride(), whole[name].tolist()) == (dtype, strides, values[name])
     assert whole["nested"] == [{"again": whole["exact"]}, 7]
     assert whole["nested"][0]["again"] is whole["exact"]
-
-
-def test_ranks_with_parts_of_unlike_tensors_are_refused_before_anything_is_gathered() -> None:
-    def together(group: Any) -> None:
-        part = CutTensor(torch.float32, (2,), (1,), {0: torch.ones(2)})
-        with pytest.raises(ValueError, match="the ranks hold parts of unlike tensors"):
-            whole_on_first({"momentum": part} if group.rank() else {}, group)
-
-    on_thread_world(2, together)

@@ -11,8 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddp_core.reduction.flat import Gradients
 from ddp_core.reduction.parts import parts_on
-from ddp_core.sharding.owned import Owned
-from ddp_core.sharding.parcels import group_parcels
+from ddp_core.sharding.parcels import GroupParcel
 from ddp_core.sharding.rounds import Rounds
 from ddp_core.sharding.shards import Shards
 from tests.support.thread_group import at_once
@@ -24,6 +23,7 @@ class Slow:
     """A channel on which nothing arrives before somebody waits for it."""
 
     device = torch.device("cpu")
+    by_parts = parts_on(None, (), device)
 
     def __init__(self) -> None:
         self.under_way = self.most = 0
@@ -48,13 +48,13 @@ def test_no_more_parcels_are_on_their_way_than_are_allowed_and_no_gradient_outli
     for weight in weights:
         weight.register_post_accumulate_grad_hook(lambda each: made.append(StorageWeakRef(each.grad.untyped_storage())))
     shards = Shards(gradients.parameters, range(1))
-    owned = [Owned("", weights[each.position], each.start, each.stop, each.tensor) for each in shards.pieces(0)]
+    owned = shards.owned(0, gradients.names)
     rounds = Rounds(
-        group_parcels(shards, 0, gradients),
+        [GroupParcel(group, owned, 0, gradients) for group in reversed(shards.groups)],
         owned,
         gradients,
-        parts_on(None, (), channel.device),
         channel,  # type: ignore[arg-type]
+        None,
         UNDER_WAY,
     )
     rounds.begin(3)

@@ -1,6 +1,6 @@
 """Parameters that torch's fully_shard cuts between ranks that are threads: gradients and states of one process.
 
-Tests sharding/block_gather.py and sharding/block_parcel.py, too.
+Tests sharding/block_parcel.py, too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import CutTensor
 from ddp_core.sharding import OwnsPieces
-from ddp_core.sharding.block_gather import _Gather, gather_by_messages
-from ddp_core.sharding.rows import OwnsRows
+from ddp_core.sharding.rows import OwnsRows, _Gather, gather_by_messages
 from tests.core.sharding.test_pieces import STEPS, Net, bits, trained
 from tests.support.thread_group import GATHERS, on_thread_world
 
@@ -69,28 +67,27 @@ def test_a_training_has_the_bits_of_one_process(
         assert [bits(each) for each in other] == [each if "norm" in each else None for each in expected]
 
 
-def test_rows_are_sent_as_the_nodes_lie_and_wait_as_they_were_told() -> None:
+def test_rows_are_sent_as_the_nodes_lie() -> None:
     made = net(torch.float32)
 
     def sent(nodes: tuple[int, ...], group: Any) -> Any:
         layer = copy.deepcopy(made)
         optimizer = torch.optim.SGD(layer.parameters())
-        given: dict[str, Any] = {"process_group": group, "timeout": timedelta(seconds=9), "node": nodes[group.rank()]}
+        given: dict[str, Any] = {"process_group": group, "node": nodes[group.rank()]}
         owned: Any = OwnsRows(layer, optimizer, 4, **given)
         channel = owned.reduction._channel
-        told = channel.group.asked[1], channel.ordered_sum.groups, type(owned._rounds._parts).__name__
+        told = channel.ordered_sum.groups, type(channel.by_parts).__name__
         owned.reduction.close()
         owned.close()
         return told
 
-    wait = timedelta(seconds=9)
     GATHERS.clear()
-    assert on_thread_world(3, functools.partial(sent, (7, 7, 7))) == [(wait, (), "PartsInOneLevel")] * 3
-    told = (wait, ((0, 1), (2,)), "PartsInOneLevel")
+    assert on_thread_world(3, functools.partial(sent, (7, 7, 7))) == [((), "PartsInOneLevel")] * 3
+    told = (((0, 1), (2,)), "PartsInOneLevel")
     assert on_thread_world(3, functools.partial(sent, (7, 7, 8))) == [told] * 3
-    told = (wait, ((0, 1), (2, 3)), "PartsInTwoLevels")
+    told = (((0, 1), (2, 3)), "PartsInTwoLevels")
     assert on_thread_world(4, functools.partial(sent, (7, 7, 8, 8))) == [told] * 4
-    assert [(torch.device("cpu"), wait)] * (3 + 3 + 4) == GATHERS, "gathers wait as long"
+    assert [(torch.device("cpu"),)] * (3 + 3 + 4) == GATHERS, "gathers have a group of their own"
 
 
 def owns(module: nn.Module, micro_batches: int, group: Any, fewest_elements: int = 1) -> OwnsRows:
@@ -286,7 +283,7 @@ def test_ranks_that_exchange_host_memory_gather_by_messages(
     """In gloo's ring each part would pass through every other rank."""
     asked: list[Any] = []
     given: list[Any] = []
-    monkeypatch.setattr("ddp_core.sharding.block_gather.parts_on", lambda *each: asked.append(each))
+    monkeypatch.setattr("ddp_core.sharding.rows.parts_on", lambda *each: asked.append(each))
     parts: Any = [SimpleNamespace(set_custom_all_gather=given.append) for _ in range(2)]
     group: Any = SimpleNamespace(size=lambda: ranks)
     gather_by_messages(parts, group, ((0,), (1,)), torch.device(kind))

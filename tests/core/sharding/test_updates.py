@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import CutTensor, whole_tensors
-from ddp_core.checkpoint.queues import load_optimizer, without_queues
-from ddp_core.checkpoint.state import leaves, replaced
+from ddp_core.checkpoint.state import leaves, load_optimizer, replaced, without_queues
 from ddp_core.sharding.owned import Owned
 from ddp_core.sharding.updates import OwnUpdates
 from tests.distributed.exact_cases import described

@@ -20,7 +20,7 @@ from ddp_core.data.splits import InMemory, Splits
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
-from ddp_core.experiment.built import BuiltExperiment
+from ddp_core.experiment.building import BuiltExperiment
 from ddp_core.model.losses import class_hits, cross_entropy
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.callback import Callback

@@ -1,7 +1,4 @@
-"""A loss that is not finite ends the run before its step, or its step is skipped.
-
-Tests trainers/buffer_copies.py, too.
-"""
+"""A loss that is not finite ends the run before its step, or its step is skipped."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Callbacks: which moments they are called at, with what, on which ranks, and whose fault it is when they raise.
 
-Tests base/functions.py, observe/callback.py, observe/early_stopping.py, trainers/assemble.py, trainers/evaluator.py and
+Tests observe/callback.py, trainers/assemble.py and
 trainers/figures.py, too.
 """
 
@@ -19,8 +19,7 @@ from torch import nn
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.stop import Stopped, StopRequest
 from ddp_core.experiment import blame
-from ddp_core.observe.callback import Callback, Moment
-from ddp_core.observe.early_stopping import EarlyStopping
+from ddp_core.observe.callback import Callback, EarlyStopping, Moment
 from tests.core.trainers.builders import experiment, samples, trainer_of
 from tests.support.wording import refusing
 

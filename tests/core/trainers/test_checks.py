@@ -11,7 +11,7 @@ import torch
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.trainers.checks import Guard
-from ddp_core.trainers.testimony import Finding
+from ddp_core.trainers.job import Finding
 
 
 def guard(on_difference: str) -> tuple[Guard, list[tuple[int, str]]]:

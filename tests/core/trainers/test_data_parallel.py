@@ -1,7 +1,4 @@
-"""Replicas that are threads: the bits of one process, and batches that are cut among them and joined.
-
-Tests trainers/single.py, too.
-"""
+"""Replicas that are threads: the bits of one process, and batches that are cut among them and joined."""
 
 from __future__ import annotations
 

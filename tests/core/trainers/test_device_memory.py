@@ -9,7 +9,7 @@ import torch
 
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
-from ddp_core.trainers.device_memory import DeviceMemory
+from ddp_core.trainers.checks import DeviceMemory
 from tests.support.wording import refusing
 
 

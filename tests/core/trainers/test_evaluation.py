@@ -1,4 +1,4 @@
-"""An evaluation counts every sample once, on any number of ranks; when there is one. Tests trainers/steps.py, too."""
+"""An evaluation counts every sample once, on any number of ranks; when there is one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """When a run has a witness: which save is repeated, who waits for it, and what follows from its answer.
 
-Tests trainers/noting.py and trainers/testimony.py, too.
+Tests trainers/noting.py, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddp_core.base.errors import UserError
 from ddp_core.observe.step import StepBatch
 from ddp_core.trainers import witness
 from ddp_core.trainers.job import RunAccess
-from ddp_core.trainers.steps import Steps
+from ddp_core.trainers.train_state import Steps
 from ddp_core.trainers.witness import Witnessed
 from tests.support.wording import refusing
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ddp_core import Experiment, InMemory, Splits
 from ddp_core.base.torchvision_import import import_torchvision
-from ddp_core.config.experiment import Component
 
 CLASSES, SAMPLES = 10, 12
 
@@ -50,10 +49,6 @@ def optimizer(model: nn.Module, lr: float = 0.001) -> torch.optim.Optimizer:
 
 experiment = Experiment(
     name="foreign_images",
-    model=Component(name="model"),
-    data=Component(name="data"),
-    optimizer=Component(name="optimizer"),
-    loss="loss",
     global_batch_size=6,
     micro_batch=2,
     clip_norm=1.0,  # two images of few pixels let a deep network's batch normalisation make any gradient

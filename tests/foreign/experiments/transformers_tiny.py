@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddp_core import Experiment, Splits
 from ddp_core.base.torchvision_import import import_torchvision
-from ddp_core.config.experiment import Component, DdpOptions
+from ddp_core.config.experiment import DdpOptions
 
 WORDS, LENGTH, CLASSES, SAMPLES = 64, 12, 10, 12
 SMALL: dict[str, Any] = {
@@ -97,10 +97,6 @@ def optimizer(model: nn.Module, lr: float = 0.001) -> torch.optim.Optimizer:
 
 experiment = Experiment(
     name="foreign_transformers",
-    model=Component(name="model"),
-    data=Component(name="data"),
-    optimizer=Component(name="optimizer"),
-    loss="loss",
     clip_norm=1.0,
     # Some use a part of their weights in some batches only, as DistributedDataParallel is to be told.
     ddp=DdpOptions(find_unused_parameters=True),

@@ -13,7 +13,6 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core import Experiment, Splits
-from ddp_core.config.experiment import Component
 
 WORDS, LENGTH, SAMPLES, WIDTH = 100, 12, 24, 32
 # What these of pytorch_optimizer need beside parameters and a rate.
@@ -141,12 +140,4 @@ def schedule(optimizer: torch.optim.Optimizer, total_steps: int, curve: str = "C
     return kind(OF_TORCH["LinearLR"](optimizer, total_steps) if curve == "proportion" else optimizer, **options)
 
 
-experiment = Experiment(
-    name="foreign_updates",
-    model=Component(name="model"),
-    data=Component(name="data"),
-    optimizer=Component(name="optimizer"),
-    loss="loss",
-    global_batch_size=6,
-    micro_batch=2,
-)
+experiment = Experiment(name="foreign_updates", global_batch_size=6, micro_batch=2)

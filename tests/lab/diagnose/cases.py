@@ -5,6 +5,7 @@ python -m tests.lab.diagnose.cases      writes the tables of docs/reference/diag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,7 +89,7 @@ def write() -> None:
     PAGE.write_text(f"{before}{BEGIN}\n\n{between_marks()}\n\n{END}{after}")
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     named = [(f'<a id="{name}"></a>{name}', *others) for name, *others in rows]
     return [f"|{'|'.join(row)}|" for row in (head, ["---"] * len(head), *named)]
 

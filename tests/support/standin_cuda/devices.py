@@ -47,7 +47,7 @@ def replace_devices() -> None:
     """From here on torch.cuda finds the devices that are played."""
     driver: dict[str, Any] = {
         "_cuda_getDeviceCount": _device_count,
-        "_cuda_init": _begin,
+        "_cuda_init": WORLD.start_driver,
         "_cuda_getDevice": lambda: WORLD.here.device,
         "_cuda_setDevice": _set_device,
         "_cuda_exchangeDevice": _exchange_device,
@@ -120,10 +120,6 @@ def _device_count() -> int:
     # Asking the driver starts it. torch can ask NVML instead.
     WORLD.has_driver = True
     return WORLD.count
-
-
-def _begin() -> None:
-    WORLD.start_driver()
 
 
 def _set_device(index: int) -> None:

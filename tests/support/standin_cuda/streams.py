@@ -83,7 +83,7 @@ class Event:
 
     def query(self) -> bool:
         """Whether the device has come so far: not where one asks for the first time."""
-        _refuse_while_recording()
+        WORLD.refuse_while_recording()
         if self._waits and WORLD.waits_for_peer:
             return False
         before, self._was_asked = self._was_asked, True
@@ -92,7 +92,7 @@ class Event:
         return before
 
     def synchronize(self) -> None:
-        _refuse_while_recording()
+        WORLD.refuse_while_recording()
         self._was_asked = True
         WORLD.deliver(self._copies)
 
@@ -149,14 +149,7 @@ def current_stream(device: Any = None) -> Stream:
     return WORLD.here.streams.get(found.index) or default_stream(found)
 
 
-def _refuse_while_recording() -> None:
-    recording = WORLD.here.recording
-    if recording is not None:
-        recording.spoil()
-        raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
-
-
 def synchronize(*_: Any) -> None:
     """Wait for all that was queued."""
-    _refuse_while_recording()
+    WORLD.refuse_while_recording()
     WORLD.deliver()

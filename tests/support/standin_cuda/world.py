@@ -108,6 +108,12 @@ class World:
                 self.later.append((self.issued, plain, plain.clone()))
                 plain.data.fill_(torch.nan if plain.is_floating_point() else 1)
 
+    def refuse_while_recording(self) -> None:
+        """Raises AcceleratorError, and no recording of a graph succeeds in which this was called."""
+        if self.here.recording is not None:
+            self.here.recording.spoil()
+            raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
+
     def refuse_endless_wait(self) -> None:
         """Raises RuntimeError where the host would wait for ever, since the device waits for a peer that is gone."""
         if self.waits_for_peer:
@@ -144,9 +150,7 @@ def resolved(device: Any) -> torch.device:
 
 def waits(what: str) -> None:
     """Say that the host waits for the device here. Raises RuntimeError where that is an error, or ends a recording."""
-    if WORLD.here.recording is not None:
-        WORLD.here.recording.spoil()
-        raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
+    WORLD.refuse_while_recording()
     WORLD.deliver()
     if WORLD.sync_debug == 2:
         raise RuntimeError(f"called a synchronizing CUDA operation ({what})")

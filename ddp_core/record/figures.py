@@ -1,4 +1,4 @@
-"""The figures of runs that differ in their seed alone: mean and standard deviation."""
+"""Figures of runs side by side: which have a column, and mean and deviation where runs differ in their seed alone."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from ddp_core.config.records import dotted
 _NAMES = ("train_loss", "test_", "ema_test_")
 _NO_FAMILY = ("seed", UNTRAINED)
 """Settings in which runs of one family may differ."""
+PREFIX = "test_"
+"""How the names of figures of an evaluation begin."""
+MOST = 4
+"""How many of its own figures a table has room for; `run.json` has all."""
 
 
 class Figure(NamedTuple):
@@ -55,7 +59,8 @@ class OverSeeds(NamedTuple):
     @property
     def others(self) -> str:
         """What is said of the runs that are left out; empty where there are none."""
-        return f"; left out, of other {' or '.join([*ORIGINS, 'numerics'])}: {self.left_out}" if self.left_out else ""
+        other = "code or data or parents or initial weights or numerics"
+        return f"; left out, of other {other}: {self.left_out}" if self.left_out else ""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -64,19 +69,14 @@ class OverSeeds(NamedTuple):
         return {"seeds": self.seeds, "left_out": self.left_out, "figures": figures}
 
 
-ORIGINS = ("code", "data", "parents", "initial weights")
-"""What decides the weights, beside the settings."""
-
-
 def origin_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The digests of what decides the weights of a run, beside its settings."""
-    digests = (
-        (record.get("source") or {}).get("files"),
-        record.get("data_sha256"),
-        (record.get("forked_from") or {}).get("weights_sha256"),
-        (record.get("init_from") or {}).get("sha256"),
-    )
-    return dict(zip(ORIGINS, digests, strict=True))
+    return {
+        "code": (record.get("source") or {}).get("files"),
+        "data": record.get("data_sha256"),
+        "parents": (record.get("forked_from") or {}).get("weights_sha256"),
+        "initial weights": (record.get("init_from") or {}).get("sha256"),
+    }
 
 
 def family_of(record: Mapping[str, Any]) -> str:
@@ -86,10 +86,10 @@ def family_of(record: Mapping[str, Any]) -> str:
 
 
 def over_seeds(records: Iterable[Mapping[str, Any]]) -> OverSeeds | None:
-    """The figures of the completed runs, of each seed the first one; None for fewer than two seeds.
+    """The figures of the completed runs of one family, of each seed the first one; None for fewer than two seeds.
 
-    `records`: of one family. Where they are not all of the same origin and numerics, those alike with most seeds count.
-    A figure that a run does not have, or not as a finite number, is left out of the others.
+    Where they are not all of the same origin and numerics, those alike with most seeds count. A figure that a run does
+    not have, or not as a finite number, is left out of the others.
     """
     alike: dict[str, dict[int, Mapping[str, Any]]] = {}
     runs = Counter[str]()
@@ -111,3 +111,19 @@ def over_seeds(records: Iterable[Mapping[str, Any]]) -> OverSeeds | None:
         if len(values) == len(found):
             figures.append(Figure(name, len(values), statistics.fmean(values), statistics.stdev(values)))
     return OverSeeds(sorted(by_seed), figures, runs.total() - runs[most])
+
+
+def own_figures(results: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The names of the single numbers, beside the loss, in the results of runs; accuracy first, then as they stand."""
+    names = dict.fromkeys(
+        name
+        for result in results
+        for name, value in result.items()
+        if name.startswith(PREFIX) and isinstance(value, int | float) and not isinstance(value, bool)
+    )
+    return sorted(names.keys() - {"test_loss"}, key=lambda name: (name != "test_accuracy", [*names].index(name)))
+
+
+def in_words(name: str) -> str:
+    """A figure's name as a heading has it: `test_mean_f1` is mean f1."""
+    return name.removeprefix(PREFIX).replace("_", " ")

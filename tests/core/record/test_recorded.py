@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddp_core.record.guarded import was_rehearsed
+from ddp_core.record.recorded import was_rehearsed
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddp_core.record.over_seeds import family_of, over_seeds
+from ddp_core.record.figures import family_of, over_seeds
 from tests.support.records import EXPERIMENT, a_record
 
 

@@ -1,27 +1,34 @@
-"""The audit of a run: its record is read, a few segments are trained again, and what that proves is told."""
+"""`ddp audit`: whether a run is what its record says, from a few segments of it that are trained again.
+
+Who notes the states with which segments begin and end: `ddp_core.trainers` and `ddp_core.record`.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import comb
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_core.base.errors import DIFFERENT, ExitCode, UserError
 from ddp_core.base.files import sha256_of
+from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.base.shown import shown
-from ddp_core.cli.audit.draw import Segment, claims, drawn, needed_draws, passing, segments_of
-from ddp_core.cli.audit.replay import replay
+from ddp_core.checkpoint import load, read_checkpoint
+from ddp_core.checkpoint.manifest import manifest_at
 from ddp_core.cli.repeating import Different, checked, place_of, run_in
-from ddp_core.config.layout import LayoutKind, ShardMode
 from ddp_core.config.options import Asked
 from ddp_core.distributed.children import Children
 from ddp_core.record.bundles import ChangedBundle
-from ddp_core.record.directory import RunDirectory
-from ddp_core.record.guarded import what_broke_it
+from ddp_core.record.directory import RunDirectory, find_runs
+from ddp_core.record.recorded import what_broke_it
 from ddp_core.record.run_json import RecordedKept, RecordedRun
 from ddp_core.record.weights import exchanged_weights
+from ddp_core.trainers.noting import state_digests
 
 AUDIT_FORMAT = "ddp-audit/1"
 """The format of what `--json` prints."""
@@ -50,31 +57,15 @@ class Report:
 
 
 def audit(named: Path, report: Report, **words: Any) -> int:
-    """Audit a run directory or a bundle as `audit_run` does."""
+    """Audit a finished run or a bundle of one; returns 0 where all that was looked at is as its record says, else 1."""
     try:
         with run_in(named, report.say) as path:
-            return audit_run(path, report=report, **words)
+            return _audit(path, report, **words)
     except ChangedBundle as changed:
         return report.end(f"different bundle: {shown(str(changed))}. Nothing was trained.", DIFFERENT)
 
 
-def audit_run(
-    path: Path,
-    segments: int,
-    seed: int | None,
-    record_sha256: str | None,
-    report: Report,
-    layout: LayoutKind | None = None,
-    device: str | None = None,
-    nproc_per_node: int | None = None,
-    shard: ShardMode | None = None,
-    data_dir: str | None = None,
-) -> int:
-    """Audit the finished run at `path`; returns 0 where all that was looked at is what its record says, else 1.
-
-    `segments`: how many are trained again. `seed`: of the draw; None for one that is drawn now. `record_sha256`: that
-    of run.json, as the auditor was given it before. Raises UserError for a run that cannot be audited.
-    """
+def _audit(path: Path, report: Report, segments: int, seed: int | None, record_sha256: str | None, **where: Any) -> int:
     directory = RunDirectory(path)
     record = directory.read()
     if record["status"] != "completed":
@@ -89,8 +80,7 @@ def audit_run(
             raise Different(f"different record: run.json has the SHA-256 {known}, and not that which was given before")
         if states[-1]["weights_sha256"] != record["weights_sha256"]:
             raise Different("different record: the state that run.json notes last has other weights than it ends with")
-        where = place_of(record, layout, device, nproc_per_node) | ({"shard": shard} if shard is not None else {})
-        asked = checked(directory, record, where, data_dir)
+        asked = checked(directory, record, place_of(record, where))
         of_run = segments_of([state["step"] for state in states])
         seed = secrets.randbits(32) if seed is None else seed
         lots = drawn(of_run, segments, seed, known)
@@ -196,3 +186,87 @@ def _pass(report: Report, of_run: list[Segment], lots: list[Segment], seed: int,
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
+
+
+class Segment(NamedTuple):
+    """Steps `start` + 1 to `stop`, the state before and after which is kept."""
+
+    number: int
+    """Counted from 1."""
+    start: int
+    stop: int
+
+
+def segments_of(kept: Sequence[int]) -> list[Segment]:
+    """The segments of a run that has kept the states after these steps, the last of which is its end."""
+    return [Segment(number, *ends) for number, ends in enumerate(pairwise([0, *kept]), 1)]
+
+
+def drawn(segments: Sequence[Segment], count: int, seed: int, record: str) -> list[Segment]:
+    """So many of the segments, each set of them as likely as any other, in their sequence.
+
+    They follow from the auditor's seed and the SHA-256 of the record, which tells nothing of them before the seed is
+    known.
+    """
+
+    def lot(segment: Segment) -> bytes:
+        return hashlib.sha256(f"{seed} {record} {segment.number}".encode()).digest()
+
+    return sorted(sorted(segments, key=lot)[:count])
+
+
+def passing(segments: int, forged: int, draws: int) -> float:
+    """The probability that none of `draws` of the segments is a forged one: C(S - F, k) / C(S, k)."""
+    return comb(segments - forged, draws) / comb(segments, draws)
+
+
+def needed_draws(segments: int, forged: int) -> int:
+    """The fewest draws that a run with so many forged segments passes with a probability of at most 5 %."""
+    return next(draws for draws in range(1, segments + 1) if passing(segments, forged, draws) <= 0.05)
+
+
+def claims(segments: int) -> list[int]:
+    """The numbers of forged segments that a report tells of: one, a tenth and a half of them."""
+    return sorted({1, -(-segments // 10), -(-segments // 2)})
+
+
+def replay(directory: RunDirectory, record: Mapping[str, Any], segment: Segment, asked: Asked) -> None:
+    """Train the segment again as `asked`, and compare the state at its end.
+
+    Raises Different where that is another one than the run has noted, and UserError where it cannot be trained.
+    """
+    noted = {state["step"]: state for state in record["kept"]["states"]}
+    changes: dict[str, Any] = {"keep_for_audit": None, "guard": "off", "rehearsal": "off", "max_restarts": 0}
+    if segment.start:
+        _require_noted(directory, noted[segment.start], segment)
+        changes |= {"fork": str(directory.path), "at": segment.start, "init_from": None}
+    # A state that is kept within the run is that of a run that goes on: a shorter one would evaluate there.
+    if segment.stop != record["result"]["steps"]:
+        changes["faults"] = (f"stop@{segment.stop}",)
+    with Children("ddp-audit-") as children:
+        changes["output"] = str(children.folder)
+        ended = children.ddp(["train", *asked.model_copy(update=changes).to_words()])
+        if ended.code not in (ExitCode.DONE, ExitCode.STOPPED):
+            raise UserError(
+                f"segment {segment.number} cannot be trained again (exit code {ended.code}): {ended.error()}"
+            )
+        again, repeated = next(find_runs(children.folder))
+        digests = state_digests(load(read_checkpoint(manifest_at(again.checkpoints, segment.stop))))
+    if other := [name for name, digest in digests.items() if noted[segment.stop][name] != digest]:
+        unlike = fingerprint_differences(repeated["fingerprint"], record["fingerprint"])
+        under = f" (under another fingerprint, which the promise does not cover: {'; '.join(unlike)})" if unlike else ""
+        what = "other weights" if "weights_sha256" in other else "the same weights, but another state of the rest"
+        raise Different(
+            f"different segment {segment.number}: steps {segment.start + 1} to {segment.stop}, trained again, end with "
+            f"{what}{under}"
+        )
+
+
+def _require_noted(directory: RunDirectory, noted: Mapping[str, Any], segment: Segment) -> None:
+    """Raises Different where the checkpoint with which the segment begins is gone, or holds another state."""
+    try:
+        digests = state_digests(load(read_checkpoint(manifest_at(directory.checkpoints, segment.start))))
+    except UserError as error:
+        raise Different(f"different checkpoint: segment {segment.number} cannot begin, {error}") from None
+    if any(noted[name] != digest for name, digest in digests.items()):
+        raise Different(f"different checkpoint: that of step {segment.start} is not the one that run.json notes")
