@@ -253,7 +253,7 @@ def costs() -> str:
         "exact sum ÷ gloo's all-reduce, one machine, 2 and 4 ranks": (
             f"{span([row['ratio'] for row in results_of('reduction')['sum']])} {TIMES}"
         ),
-        "exact sum in two levels ÷ gloo's flat ring, links of 200 Mbit/s and more: whole; parts, as `--shard` sends": (
+        "exact sum in two levels ÷ gloo's flat ring, 200 Mbit/s and more: sent whole; in parts, as by `--shard`": (
             f"{span(_across('two levels'))} {TIMES}; {span(_across('parts, two levels'))} {TIMES}"
         ),
         "exact sum in two levels ÷ gloo's own sums in two levels, on the same links": (
@@ -262,7 +262,7 @@ def costs() -> str:
         "`--shard parameters` ÷ FSDP2 over gloo, its reduce-scatter an all-to-all of equal traffic": (
             f"{span([*map(of_fair, results_of('fully_sharded'))])} {TIMES}"
         ),
-        f"[rehearsal and witness]({_GUARD}), runs of seconds: the first; later ones ÷ the same without": (
+        f"[rehearsal and witness]({_GUARD}), runs of seconds: added to the first; later ones ÷ those without": (
             f"{span([each['more_seconds_first'] for each in guarded], 1)} s more; "
             f"{span([each['whole_again'] for each in guarded])} {TIMES}"
         ),

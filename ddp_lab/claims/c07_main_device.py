@@ -86,9 +86,7 @@ def judge(measurements: Measurements) -> Judgement:
     layouts = measurements.get("layouts")
     if layouts is None:
         found = measurements["cuda_devices"]
-        return missing(
-            f"2 CUDA devices, found {found}: on CPU the replicas of DP share one memory and any core runs any of them"
-        )
+        return missing(f"2 CUDA devices, found {found}: on CPU the threads in its place share one memory and all cores")
     figures, series, holds, said = [], [], [], []
     for name, (title, unit, scale) in QUANTITIES.items():
         spread = {layout: max(each[name]) / (sum(each[name]) / len(each[name])) for layout, each in layouts.items()}

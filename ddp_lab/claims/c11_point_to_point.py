@@ -197,11 +197,11 @@ def judge(measurements: Measurements) -> Judgement:
 
 def _loop(judged: dict[str, Any]) -> Part:
     residuals, slope = _residuals(judged), median_interval(slopes(judged, LOOP))
-    said = f"a + b n leaves {residuals} times the squared residuals of a + b n²"
+    said = f"a + b n leaves {residuals} times the squared residuals that a + b n² leaves"
     verdict: Verdict = "refuted" if residuals.above() else "inconclusive"
     if slope.above(0) and residuals.below():
         verdict = "confirmed"
-    return Part(LOOP, verdict, f"{said}, {1000 * slope.value:.0f} ms per receiver")
+    return Part(LOOP, verdict, f"{1000 * slope.value:.0f} ms per receiver, and {said}")
 
 
 def _copying(part: Part, judged: dict[str, Any], unshaped: dict[str, Any], limits: dict[str, float]) -> Part:

@@ -164,7 +164,7 @@ def judge(measurements: Measurements) -> Judgement:
     ]
     if normalised:
         apart = max(case["difference"] for case in normalised)
-        text = f"differs by up to {apart:.2g} of its norm: it normalises over the micro-batch"
+        text = f"the gradient differs by up to {apart:.2g} of its norm: BatchNorm sees a micro-batch"
         parts.append(holds(NORMALISED, apart <= tolerance, text))
     return composed(parts, figures)
 

@@ -49,8 +49,8 @@ claim = Claim(
     "Several processes, with different and with equal weights: each confirmed when at least one file was damaged "
     "after all had finished; confirmed in part when files were damaged only at the moment when a save had returned; "
     "refuted when none was; inconclusive when the process that saved alone found one damaged.",
-    in_short="Confirmed where every new start goes on from the newest checkpoint; and where a file is damaged after "
-    "all have finished, in part where only when a save had returned.",
+    in_short="Confirmed where every new start goes on from the newest checkpoint; and where a file stays damaged "
+    "after all have finished; in part if only at a save's return.",
     loads={
         "runs_killed_twice": (2, 6),
         "checkpoint_every": (5, 5),

@@ -83,7 +83,7 @@ claim = Claim(
 PEAK_FILE = Path("/proc/self/clear_refs")
 FIT, NO_HELP, CUT, ONLY = (
     "data parallelism trains a model that fits",
-    "data parallelism is no help for a model that does not fit",
+    "DDP is no help for a model that does not fit",
     "model parallelism trains a model that does not fit",
     "nothing else trains it",
 )
