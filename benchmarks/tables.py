@@ -262,7 +262,7 @@ def costs() -> str:
         "`--shard parameters` ÷ FSDP2 over gloo, its reduce-scatter an all-to-all of equal traffic": (
             f"{span([*map(of_fair, results_of('fully_sharded'))])} {TIMES}"
         ),
-        f"[rehearsal and witness]({_GUARD}), runs of seconds: added to the first; later ones ÷ those without": (
+        f"[rehearsal and witness]({_GUARD}), short runs: time added to the first; later ones ÷ those without": (
             f"{span([each['more_seconds_first'] for each in guarded], 1)} s more; "
             f"{span([each['whole_again'] for each in guarded])} {TIMES}"
         ),

@@ -86,7 +86,7 @@ def judge(measurements: Measurements) -> Judgement:
     layouts = measurements.get("layouts")
     if layouts is None:
         found = measurements["cuda_devices"]
-        return missing(f"2 CUDA devices, found {found}: on CPU the threads in its place share one memory and all cores")
+        return missing(f"2 CUDA devices, found {found}: on CPU the threads of DP share one memory and all cores")
     figures, series, holds, said = [], [], [], []
     for name, (title, unit, scale) in QUANTITIES.items():
         spread = {layout: max(each[name]) / (sum(each[name]) / len(each[name])) for layout, each in layouts.items()}

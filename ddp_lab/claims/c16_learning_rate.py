@@ -196,7 +196,7 @@ def judge(measurements: Measurements) -> Judgement:
 
 
 def _part(name: str, kept: Interval, others: dict[str, Interval], limit: float, edge: bool) -> Part:
-    text = f"test loss with the linear rule / k = 1: {kept} (limit {limit:g})"
+    text = f"test loss with the linear rule is {kept} times that of k = 1 (limit {limit:g})"
     text += "".join(f"; / {rule}: {ratio}" for rule, ratio in others.items())
     if edge:
         return Part(name, "inconclusive", f"the search for the rate of k = 1 ended at an edge: {text}")
