@@ -302,10 +302,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     """Load a state_dict, also what torch's `load_state_dict` loses of it.
 
     That makes every sequence anew from its items: a queue forgets how long it may become, and a text becomes that of a
-    generator.
+    generator. A state without groups has a form of its own, which its optimizer knows how to load.
     """
     optimizer.load_state_dict(dict(state))
-    for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+    for saved, group in zip(state.get("param_groups", ()), optimizer.param_groups, strict=False):
         for number, parameter in zip(saved["params"], group["params"], strict=True):
             if number in state["state"]:
                 _mended(optimizer.state[parameter], state["state"][number])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_core.checkpoint.state import with_queues, without_queues
+from ddp_core.checkpoint.state import load_optimizer, with_queues, without_queues
 
 
 class Kind(IntEnum):
@@ -36,3 +36,19 @@ def test_a_file_has_dicts_in_their_place_and_plain_numbers() -> None:
     file.seek(0)
     expected = state() | {"float": 1.5, "integer": 7, "kind": 1}
     assert repr(with_queues(torch.load(file, weights_only=True))) == repr(expected)
+
+
+class Wrapped(torch.optim.SGD):
+    """Its state has a form of its own, as that of optimizers around another one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": super().state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict["base"])
+
+
+def test_a_state_of_another_form_is_left_to_the_optimizer() -> None:
+    saved, loaded = (Wrapped([torch.nn.Parameter(torch.ones(2))], lr=rate) for rate in (0.5, 0.1))
+    load_optimizer(loaded, saved.state_dict())
+    assert loaded.param_groups[0]["lr"] == 0.5
