@@ -22,6 +22,7 @@ from benchmarks.whole_run import ACCUMULATING, EXACT, SCRIPT
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 _GUARD = "docs/explanation/what-the-proof-covers.md#the-guard"
+_ACROSS = "docs/evidence/costs.md#across-nodes"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -238,31 +239,31 @@ def costs() -> str:
         f"exact ÷ plain step with the same micro-batches, ResNet-18 at 32 {TIMES} 32: one process; DDP on 2 ranks": (
             of_plain("plain, same micro-batches")
         ),
-        "the same with hardly any computing: 25 M parameters, 2 and 4 ranks": of_ddp("exact"),
-        "the same with `--shard optimizer`": of_ddp("exact, optimizer"),
-        "the same with `--shard gradients`": of_ddp("exact, gradients"),
+        "the same ratio with hardly any computing: 25 M parameters, 2 and 4 ranks": of_ddp("exact"),
+        "as the row above, with `--shard optimizer`": of_ddp("exact, optimizer"),
+        "as that row, with `--shard gradients`": of_ddp("exact, gradients"),
         "exact ÷ plain step with one batch per rank, ResNet-18 as above: one process; DDP on 2 ranks": of_plain(
             "plain, one batch per rank"
         ),
-        "`digits`, native, without augmentation: steps with eight micro-batches ÷ a plain loop with one batch": (
+        "`digits` without augmentation and portable numerics: step of eight micro-batches ÷ plain loop with one batch": (
             f"{said(run['steps_ratio'])} {TIMES}"
         ),
-        "the same steps ÷ a plain loop that accumulates the same eight": (
+        "the same step ÷ plain loop that accumulates the same eight": (
             f"{said(run['steps_ratio_to_accumulating'])} {TIMES}"
         ),
         "exact sum ÷ gloo's all-reduce, one machine, 2 and 4 ranks": (
             f"{span([row['ratio'] for row in results_of('reduction')['sum']])} {TIMES}"
         ),
-        "exact sum in two levels ÷ gloo's flat ring, 200 Mbit/s and more: sent whole; in parts, as by `--shard`": (
+        f"exact sum [across nodes]({_ACROSS}) ÷ gloo's ring, 200 Mbit/s and more: whole tensors; parts, as by `--shard`": (
             f"{span(_across('two levels'))} {TIMES}; {span(_across('parts, two levels'))} {TIMES}"
         ),
-        "exact sum in two levels ÷ gloo's own sums in two levels, on the same links": (
+        "the same sums ÷ gloo's own, added in each node first as ours are": (
             f"{span([row['of_two_levels'] for row in results_of('nodes')])} {TIMES}"
         ),
-        "`--shard parameters` ÷ FSDP2 over gloo, its reduce-scatter an all-to-all of equal traffic": (
+        "`--shard parameters` ÷ FSDP2, over gloo, with an all-to-all in place of FSDP2's reduce-scatter": (
             f"{span([*map(of_fair, results_of('fully_sharded'))])} {TIMES}"
         ),
-        f"[rehearsal and witness]({_GUARD}), short runs: time added to the first; later ones ÷ those without": (
+        f"[rehearsal and witness]({_GUARD}), short runs: time added to the first; later runs, with ÷ without": (
             f"{span([each['more_seconds_first'] for each in guarded], 1)} s more; "
             f"{span([each['whole_again'] for each in guarded])} {TIMES}"
         ),

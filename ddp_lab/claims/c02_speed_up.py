@@ -52,8 +52,8 @@ claim = Claim(
     "lies below 0.85 n and the control's above; else inconclusive. The sentence is judged by the parts that are "
     "measurable: confirmed when all are, confirmed in part when some are, refuted when none is and one is refuted. The "
     "whole runs are reported, not judged.",
-    in_short="Confirmed where n processes are more than 0.85 n times as fast beyond noise; refuted where they are "
-    "so only without communicating.",
+    in_short="Confirmed where n processes are more than 0.85 n times as fast beyond noise; refuted where they "
+    "reach that only without communicating.",
     loads={
         "efficiency": (0.85, 0.85),
         "rounds": ROUNDS,
@@ -81,7 +81,7 @@ claim = Claim(
 )
 
 
-TOY = {"weak": "the source's own program", "strong": "the source's own program, its batch cut"}
+TOY = {"weak": "the source's own program, a whole batch each", "strong": "the source's own program, one batch shared"}
 STEMS = {"small": True, "torchvision's": False}
 
 
@@ -167,7 +167,8 @@ def judge(measurements: Measurements) -> Judgement:
     figures, parts, needed = [], [], measurements["efficiency"] * count
     speeds = [_speed_ups(point) for point in points]
     for point, speed in zip(points, speeds, strict=True):
-        name, weak, apart = f"{point['stem']} stem, batch {point['batch']}", f"weak {count}", f"apart {count}"
+        name = f"ResNet-18, {point['stem']} stem, batch {point['batch']}"
+        weak, apart = f"weak {count}", f"apart {count}"
         parts.append(_part(name, speed[weak], speed[apart], measurements))
         figures.append(speed[weak].figure(f"speed-up of DDP, {count} processes", "x", name, against=needed))
         figures.append(speed[apart].figure(f"the same without communication, {count}", "x", name))

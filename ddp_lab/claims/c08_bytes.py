@@ -63,7 +63,7 @@ claim = Claim(
 )
 
 
-DDP_HALF, DP_HALF = "DDP moves gradients and no weights", "DP moves weights and gradients in every step"
+DDP_HALF, DP_HALF = "a step of DDP moves gradients and no weights", "DP moves weights and gradients in every step"
 STAND_IN = "replicas in one memory"
 MOVED = {"weights and buffers": "weights", "gradients": "gradients", "batch": "batch"}
 

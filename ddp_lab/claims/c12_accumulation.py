@@ -49,7 +49,7 @@ claim = Claim(
 )
 
 
-ADDS, EQUAL, NORMALISED = "backward adds gradients", "k micro-batches equal one large batch", "the same with BatchNorm"
+ADDS, EQUAL, NORMALISED = "backward adds gradients", "k micro-batches equal one large batch", "equal with BatchNorm"
 
 
 def measure(setting: Setting) -> Measurements:

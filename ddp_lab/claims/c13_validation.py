@@ -66,8 +66,8 @@ claim = Claim(
 
 
 OWN, OURS = "the source's own way", "this project's evaluation"
-DIVIDES = f"the same loss, {OWN}, where the ranks divide the samples"
-DOES_NOT = f"the same loss, {OWN}, where they do not"
+DIVIDES = f"the same loss, {OWN}, equal shares"
+DOES_NOT = f"the same loss, {OWN}, unequal shares"
 SAME_LOSS = f"the same loss, {OURS}"
 WAYS = {OWN: ("own_rank0", "own_all_ranks"), OURS: ("rank0", "all_ranks")}
 

@@ -206,7 +206,7 @@ def _part(name: str, kept: Interval, others: dict[str, Interval], limit: float, 
         return Part(name, "refuted", f"{' and '.join(better)} is better than the linear rule: {text}")
     open_ends = [] if kept.below(limit) else [f"not shown to keep the result, {kept} times the loss of k = 1"]
     open_ends += [
-        f"not shown to beat the rule {rule!r}, {others[rule]} times its loss"
+        f"not shown to beat the rule {rule!r}: the loss is {others[rule]} times as high"
         for rule in BELOW_LINEAR
         if not others[rule].below()
     ]

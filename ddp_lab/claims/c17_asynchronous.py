@@ -201,7 +201,7 @@ def _judge_waiting(measurements: Measurements, way: str, limit: float) -> tuple[
         ("staleness", "mean staleness of a gradient", "updates", COUNT),
     ):
         figures.append(median_interval([run[key] for run in beside]).figure(said, unit, name, bounds=bounds))
-    text = f"a pause of one worker makes the others wait {added} times as long as the pause (limit {limit:g})"
+    text = f"a pause of one worker makes the others wait {added} times its length (the rule's limit: {limit:g})"
     return Part(name, added.side(limit, above, below), text), figures  # type: ignore[arg-type]
 
 
@@ -221,7 +221,7 @@ def _judge_jitter(runs: list[dict[str, Any]], beside: bool, workers: int) -> tup
 
 def _judge_synchronous(measurements: Measurements) -> tuple[Part, list[Figure]]:
     """The synchronous server's jitter against that of one process on the same batches."""
-    name, limit = "synchronous updates do not jitter", measurements["jitter_called_none"]
+    name, limit = "synchronous updates jitter no more than one process", measurements["jitter_called_none"]
     alone = sorted(measurements["alone"], key=lambda run: int(run["seed"]))
     server = _by_seed(measurements["server"], SYNCHRONOUS, True)
     ratio = ratio_interval(*(_jitters(runs, measurements["workers"]) for runs in (server, alone)))

@@ -76,7 +76,7 @@ claim = Claim(
 
 ASKED_BATCH, ASKED_RATE = 256, 0.02
 CHANCE = math.log(10)
-DDP, DP, BATCH = "DDP trains", "nn.DataParallel trains", f"batch {ASKED_BATCH}"
+DDP, DP, BATCH = "DDP trains", "nn.DataParallel trains", f"DDP trains with batch {ASKED_BATCH}"
 
 
 def measure(setting: Setting) -> Measurements:

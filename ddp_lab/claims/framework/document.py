@@ -33,12 +33,13 @@ works](https://avoid.overfit.cn/post/11d9f5d9b4fc4cd49cf1b8f97f09252f), by Trina
 
 A sentence that says several things is judged part by part: confirmed if all parts are, in part if some are; if none is,
 one refuted part refutes it. For each claim this page prints at most two parts with the figures that decided them, and
-lists the others by verdict; 1.6 (1.51 to 1.67) is a median with its interval. The command of each claim links to its
-record: the original words, method, sizes, the whole rule, all figures, and the raw measurements. *On CPU* marks
-sentences that speak of GPUs; all was measured on CPUs. `make report` draws what you have measured.
+lists the others by verdict; a figure such as 1.6 (1.51 to 1.67) is a median with its confidence interval. The command
+of each claim links to its record: the original words, method, sizes, the whole rule, all figures, and the raw
+measurements. *On CPU* marks sentences that speak of GPUs; all was measured on CPUs. `dp` is this project's own layout,
+with threads; sentences about `nn.DataParallel` need GPUs. `make report` draws what you have measured.
 
 - **Rule first.** A record names the commit of its rule and the start of its run. If a rule was committed after its
-  run began, or not at all, this page cannot be made. Where a rule has changed since, the old verdict is marked so.
+  run began, or not at all, this page cannot be made. A verdict by a rule that has changed since is marked.
 - **Beyond noise.** Ways of doing the same work are timed in turns, and compared by an exact sign test. Holm's
   correction over at most {FAMILY} tests keeps the chance of any false verdict at {100 * FAMILY_ERROR:g} %.
 
@@ -92,7 +93,7 @@ def _machine(found: Sequence[dict[str, Any]]) -> str:
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     how = "`--quick`" if any(content["environment"]["quick"] for content in found) else "`--full`"
     return (
-        f"Measured {when} with {how} on {environment['cores']} cores ({', '.join(cpus)}), {', '.join(devices)}, "
+        f"Measured {when} with {how} on {environment['cores']} cores of {' or '.join(cpus)}, {', '.join(devices)}, "
         f"torch {environment['packages']['torch']}."
     )
 
