@@ -21,7 +21,7 @@ import torch
 
 from ddp_core.base.determinism import choose_kernels
 from ddp_core.experiment.file import INSTALLED
-from ddp_core.numerics.kernels import REFUSED, portable_kernels
+from ddp_core.numerics.kernels import portable_kernels
 from ddp_core.numerics.known import BY_DEFINITION, NAME, NOT_OURS, PROVED, status_of
 from ddp_core.numerics.limits import LIMITS, limits_hold
 from ddp_lab.probe.child import trained
@@ -59,7 +59,7 @@ def main() -> int:
         for name, steps in published().training_steps.items():
             with _traced(names):
                 trained(INSTALLED / f"{name}.py", steps.settings)
-    PROVED.write_text("".join(f"{name}\n" for name in sorted(names - REFUSED.keys())), encoding="utf-8")
+    PROVED.write_text("".join(f"{name}\n" for name in sorted(names)), encoding="utf-8")
     write_page()
     return 0
 
@@ -88,15 +88,12 @@ def between_marks() -> str:
     rows = [
         ("[proved](../../ddp_core/numerics/proved.txt)", len(proved), _WHY_PROVED),
         ("[by definition](../../ddp_core/numerics/known.py)", f"{len(moved)} more", exact),
-        ("refused, below", len(REFUSED), "other CPUs give other bits; a call ends the run, with a message"),
-        ("unknown", "every other", "nobody has compared them: a warning"),
+        ("unknown", "every other", "nobody has compared them, or they are known to differ: a warning"),
     ]
     table = "\n".join(f"| {what} | {count} | {why} |" for what, count, why in rows)
     return f"""| what is known | operations | why |
 |---|---|---|
 {table}
-
-{_refused()}
 
 {_of_others()}"""
 
@@ -107,7 +104,7 @@ def _of_others() -> str:
     traced = {model: set(found["operations"]) for model, found in kept.items() if "operations" in found}
     called = Counter(status_of(name) for name in set().union(*traced.values()))
     known = sum(all(status_of(name) != "unknown" for name in names) for names in traced.values())
-    counts = ", ".join(f"{called[status]} {status}" for status in ("proved", "by definition", "refused", "unknown"))
+    counts = ", ".join(f"{called[status]} {status}" for status in ("proved", "by definition", "unknown"))
     return textwrap.fill(
         f"One step of {len(traced)} of {len(kept)} models of [other people's code](../evidence/other-peoples-code.md) "
         f"was traced. They call {called.total()} operations: {counts}. {known} of the models call no unknown one "
@@ -116,11 +113,6 @@ def _of_others() -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _refused() -> str:
-    text = f"Refused: {', '.join(f'`{name}`' for name in sorted(REFUSED))}."
-    return textwrap.fill(text, 125, break_long_words=False, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

@@ -97,9 +97,6 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
     "_foreach_add_": PrivateName("torch", "add many tensors in one call"),
     "_foreach_copy_": PrivateName("torch", "copy many tensors in one call"),
     "_foreach_mul_": PrivateName("torch", "scale many tensors in one call"),
-    "_int_mm": PrivateName(
-        "torch", "compute products of int8 matrices with portable numerics: this is their operation"
-    ),
     "_softmax_backward_data": PrivateName("torch", "compute a softmax's gradient as the graph of a backward does"),
     "torch.Tensor._version": PrivateName("torch.Tensor", "see in every step whether a buffer was written to"),
     "_buffers": PrivateName(_MODULE, "look at all buffers in every step, at a tenth of the price of named_buffers"),

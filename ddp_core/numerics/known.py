@@ -8,9 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from ddp_core.numerics.kernels import REFUSED
-
-Status = Literal["refused", "proved", "by definition", "unknown"]
+Status = Literal["proved", "by definition", "unknown"]
 
 PROVED = Path(__file__).parent / "proved.txt"
 """The operations that the published digests are made of, a name per line: `python -m tools.portable_operations`."""
@@ -73,8 +71,6 @@ def status_of(name: str) -> Status:
 
     An operation in place (`aten::silu_`) computes what the other form does, by the same code.
     """
-    if name in REFUSED:
-        return "refused"
     if {name, name.removesuffix("_"), _ALIASES.get(name, name)} & proved():
         return "proved"
     return "by definition" if name in BY_DEFINITION else "unknown"
