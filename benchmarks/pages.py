@@ -23,7 +23,7 @@ PAGES: dict[Path, Mapping[str, Callable[[], str]]] = {
         "| seconds |": tables.commands,
     },
     ROOT / "docs" / "evidence" / "costs.md": {
-        "| ranks | pieces |": tables.one_sum,
+        "| ranks | buckets |": tables.one_sum,
         f"| nodes {tables.TIMES} ranks |": tables.across_nodes,
         "| micro-batches per rank | 1 |": tables.copies_of_gradients,
         "| micro-batches per rank | contiguous": tables.strided_shares,

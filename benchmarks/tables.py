@@ -21,7 +21,6 @@ from benchmarks.record import NOT_YET, recorded, results_of
 from benchmarks.whole_run import ACCUMULATING, EXACT, SCRIPT
 
 TIMES = "\N{MULTIPLICATION SIGN}"
-_GUARD = "docs/explanation/what-the-proof-covers.md#the-guard"
 _ACROSS = "docs/evidence/costs.md#across-nodes"
 
 
@@ -124,7 +123,7 @@ def one_sum() -> str:
         ]
         for row in results_of("reduction")["sum"]
     )
-    return _table(["ranks", "pieces", "gloo's all_reduce", "ordered sum", "ratio", "target"], rows)
+    return _table(["ranks", "buckets", "gloo's all_reduce", "exact sum", "ratio", "target"], rows)
 
 
 def copies_of_gradients() -> str:
@@ -240,12 +239,12 @@ def costs() -> str:
             of_plain("plain, same micro-batches")
         ),
         "the same ratio with hardly any computing: 25 M parameters, 2 and 4 ranks": of_ddp("exact"),
-        "as the row above, with `--shard optimizer`": of_ddp("exact, optimizer"),
-        "as that row, with `--shard gradients`": of_ddp("exact, gradients"),
+        "as above, `--shard optimizer` ÷ plain DDP": of_ddp("exact, optimizer"),
+        "as above, `--shard gradients` ÷ plain DDP": of_ddp("exact, gradients"),
         "exact ÷ plain step with one batch per rank, ResNet-18 as above: one process; DDP on 2 ranks": of_plain(
             "plain, one batch per rank"
         ),
-        "`digits` without augmentation and portable numerics: step of eight micro-batches ÷ plain loop with one batch": (
+        "`digits`, no augmentation, native numerics: step of eight micro-batches ÷ plain loop with one batch": (
             f"{said(run['steps_ratio'])} {TIMES}"
         ),
         "the same step ÷ plain loop that accumulates the same eight": (
@@ -254,16 +253,16 @@ def costs() -> str:
         "exact sum ÷ gloo's all-reduce, one machine, 2 and 4 ranks": (
             f"{span([row['ratio'] for row in results_of('reduction')['sum']])} {TIMES}"
         ),
-        f"exact sum [across nodes]({_ACROSS}) ÷ gloo's ring, 200 Mbit/s and more: whole tensors; parts, as by `--shard`": (
+        f"exact all-reduce [across nodes]({_ACROSS}) ÷ gloo's ring, 200 Mbit/s and more; in halves, as by `--shard`": (
             f"{span(_across('two levels'))} {TIMES}; {span(_across('parts, two levels'))} {TIMES}"
         ),
-        "the same sums ÷ gloo's own, added in each node first as ours are": (
+        "exact all-reduce across nodes ÷ gloo's own in two levels": (
             f"{span([row['of_two_levels'] for row in results_of('nodes')])} {TIMES}"
         ),
-        "`--shard parameters` ÷ FSDP2, over gloo, with an all-to-all in place of FSDP2's reduce-scatter": (
+        "`--shard parameters` ÷ FSDP2 over gloo, FSDP2's reduce-scatter made by an all-to-all": (
             f"{span([*map(of_fair, results_of('fully_sharded'))])} {TIMES}"
         ),
-        f"[rehearsal and witness]({_GUARD}), short runs: time added to the first; later runs, with ÷ without": (
+        "rehearsal and witness, short runs: time added to the first run; later runs, with ÷ without": (
             f"{span([each['more_seconds_first'] for each in guarded], 1)} s more; "
             f"{span([each['whole_again'] for each in guarded])} {TIMES}"
         ),

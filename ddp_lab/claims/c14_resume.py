@@ -223,7 +223,7 @@ def _judge_shared(shared: dict[str, dict[str, int]], way: str) -> tuple[Part, li
         Figure("files damaged when a save had returned", returned, rounds, part=name, bounds=limits),
         Figure("files damaged when one process saved alone", alone, rounds, part=name, bounds=COUNT),
     ]
-    text = f"{end} {rounds} damaged after both had finished, {returned} when a process's own save had returned"
+    text = f"{returned} {rounds} damaged when one save had returned, {end} once both had finished"
     verdict: Verdict = "confirmed" if end else "confirmed in part" if returned else "refuted"
     if alone:
         verdict, text = "inconclusive", f"{text}; but files that one process saved alone were damaged, too"

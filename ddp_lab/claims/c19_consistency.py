@@ -48,7 +48,7 @@ claim = Claim(
     "is not measurable here without two CUDA devices. The order of additions is the cause: refuted when with any seed "
     "exact reduction ends with other bits on the ranks than on one device; confirmed when it does with none and "
     "torch's DDP with the same micro-batches with at least one; else inconclusive.",
-    in_short="Confirmed where ranks have the same bits with every seed; where results differ with any; and where exact"
+    in_short="Confirmed where ranks have the same bits with every seed; where results differ with some; and where exact"
     " reduction ends the difference that torch's DDP has with the same micro-batches.",
     loads={
         "seeds": ROUNDS,

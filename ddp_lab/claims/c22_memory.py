@@ -85,7 +85,7 @@ FIT, NO_HELP, CUT, ONLY = (
     "data parallelism trains a model that fits",
     "DDP is no help for a model that does not fit",
     "model parallelism trains a model that does not fit",
-    "nothing else trains such a model",
+    "only model parallelism trains a model that does not fit",
 )
 FITS, UNLIMITED, ALONE = "fits, DDP", "too many, no limit", "too many, one process"
 REPLICAS, HALVES, SHARDED = "too many, DDP", "too many, halves", "too many, sharded"

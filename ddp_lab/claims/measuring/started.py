@@ -38,7 +38,7 @@ def words_of(way: str, arguments: Sequence[str]) -> list[str]:
         return list(parser.parse_known_args(arguments)[0].words)
     known = parser.parse_args(arguments)
     if known.local_rank in (None, -1):
-        parser.error(f"local_rank is {known.local_rank}, which names no device")
+        parser.error(f"local_rank is {known.local_rank}: the launcher has passed none")
     return list(known.words)
 
 
