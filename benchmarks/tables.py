@@ -253,7 +253,7 @@ def costs() -> str:
         "exact sum ÷ gloo's all-reduce, one machine, 2 and 4 ranks": (
             f"{span([row['ratio'] for row in results_of('reduction')['sum']])} {TIMES}"
         ),
-        f"exact all-reduce [across nodes]({_ACROSS}) ÷ gloo's ring, 200 Mbit/s and more; in halves, as by `--shard`": (
+        f"exact all-reduce [across nodes]({_ACROSS}) ÷ gloo's ring, 200 Mbit/s and more; in parts, as by `--shard`": (
             f"{span(_across('two levels'))} {TIMES}; {span(_across('parts, two levels'))} {TIMES}"
         ),
         "exact all-reduce across nodes ÷ gloo's own in two levels": (

@@ -53,7 +53,7 @@ claim = Claim(
     "measurable: confirmed when all are, confirmed in part when some are, refuted when none is and one is refuted. The "
     "whole runs are reported, not judged.",
     in_short="Confirmed where n processes are more than 0.85 n times as fast beyond noise; refuted where only "
-    "processes that do not communicate reach that.",
+    "processes that do not communicate are, or where n are slower than one.",
     loads={
         "efficiency": (0.85, 0.85),
         "rounds": ROUNDS,

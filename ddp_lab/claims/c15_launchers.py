@@ -103,7 +103,7 @@ def judge(measurements: Measurements) -> Judgement:
     same = f"{starts} ways to start, {len(digests)} {'digest' if len(digests) == 1 else 'digests'}"
     parts = [
         holds(
-            "what starts ends alike",
+            "all that start end alike",
             len(digests) == 1 and each_starts,
             f"{same}: {', '.join(each[:12] for each in digests)}",
         ),

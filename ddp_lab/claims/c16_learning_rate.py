@@ -50,8 +50,8 @@ claim = Claim(
     "Confirmed when linear keeps the result (linear / k = 1 below the limit) and is better than none and than the "
     "square root (linear / that one below 1), all beyond noise, and no other rule is better beyond noise. Otherwise "
     "inconclusive, as where the search for the rate of k = 1 ended at an edge.",
-    in_short="Confirmed where, beyond noise, the loss stays below 1.25 times that of k = 1 and that of the rules "
-    "'none' and 'square root'; refuted where it exceeds 1.25 times, or another rule is better.",
+    in_short="Confirmed where, beyond noise, the loss is below that of the rules 'none' and 'square root' and below "
+    "1.25 times that of k = 1; refuted where it exceeds 1.25 times, or another rule is better.",
     loads={
         "seeds": ROUNDS,
         "factors": ((2, 8), (2, 4, 8)),

@@ -110,7 +110,7 @@ def judge(measurements: Measurements) -> Judgement:
             Figure("last step of the surviving rank", "; ".join(last), f"of {steps}", part=name),
         ]
         if runs and all(run["killed"] for run in runs):
-            text = f"rank 0 finished all steps after {survived} of {len(runs)} kills of rank 1"
+            text = f"rank 0 finished all steps in {survived} of {len(runs)} runs in which rank 1 was killed"
             parts.append(holds(name, survived == len(runs), text))
         else:
             parts.append(Part(name, "inconclusive", "a rank was not killed: its run ended before that step"))
