@@ -167,7 +167,7 @@ verify-layouts: setup ## Train one experiment on every layout that runs here, an
 chaos: setup ## Break a training cluster on purpose; the proof is the digest: DRILL=standard SEED=
 	@$(BIN)/ddp chaos --drill $(DRILL) $(if $(SEED),--seed $(SEED)) --backend $(BACKEND)
 
-claims: setup ## Measure what the articles claim, about ten minutes, and judge each sentence
+claims: setup ## Measure what the articles claim, about fifteen minutes, and judge each sentence
 	@$(BIN)/ddp claims
 
 report: setup ## All runs, claims and drills on one page: outputs/report/index.html

@@ -205,7 +205,7 @@ def judge(measurements: Measurements) -> Judgement:
     figures.append(Figure(name, during, part=UPDATED, bounds=(0, looks)))
     figures.append(Figure("optimizer steps that changed parameters", after, part=UPDATED, bounds=(0, made)))
     verdict: Verdict = "confirmed" if during else "refuted" if looks and after == made else "inconclusive"
-    said = f"a parameter had changed in {during} of {looks} looks during backward, and after {after} of {made} steps"
+    said = f"a parameter had changed in {during} of {looks} looks during backward, in {after} of {made} after a step"
     return composed([overlap, Part(UPDATED, verdict, said)], figures, series)
 
 

@@ -36,7 +36,7 @@ claim = Claim(
     "large batch: confirmed when every rightly scaled case differs by at most the tolerance times the gradient's norm, "
     "and a mean loss that is not divided by k gives k times the gradient, else refuted. The same with BatchNorm: "
     "confirmed when it differs by at most the tolerance, too, else refuted.",
-    in_short="Confirmed where x² gives 8 and then 16, and where micro-batches differ from one large batch by at most a"
+    in_short="Confirmed where x² gives 8 and then 16, and where micro-batches change the gradient by at most a"
     " millionth of its norm.",
     loads={"samples": (64, 64), "micro_batches": ((4,), (2, 4, 8)), "ranks": (2, 4), "tolerance": (1e-6, 1e-6)},
     history=versions(

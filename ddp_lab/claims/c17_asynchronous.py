@@ -36,7 +36,7 @@ from ddp_lab.records import COUNT, EITHER_SIGN, Axis, Figure, Line, Part, Series
 
 claim = Claim(
     id="C17",
-    title="Asynchronous updates do not wait but make the loss jitter; synchronous ones do not",
+    title="Synchronous updates wait; asynchronous ones do not, but make the loss jitter",
     claim="Synchronous updates wait for the slowest GPU; asynchronous ones do not wait, but the loss then jitters "
     "abnormally.",
     original="同步更新有等待，速度取决于最慢的那个GPU；异步更新没有等待，但是会出现loss异常抖动等问题，"

@@ -30,7 +30,7 @@ from ddp_lab.records import COUNT, Figure, Part, Verdict
 
 claim = Claim(
     id="C19",
-    title="DP and DDP results may differ from single-device results",
+    title="DP's results may be inconsistent; DDP's are more consistent",
     claim="Under DP precision may be lost or results be inconsistent, since the main device updates the weights; DDP's "
     "processes update in step and are more consistent.",
     original="由于参数更新在主 GPU 上进行,可能存在精度损失或不一致的情况。"
@@ -48,8 +48,8 @@ claim = Claim(
     "is not measurable here without two CUDA devices. The order of additions is the cause: refuted when with any seed "
     "exact reduction ends with other bits on the ranks than on one device; confirmed when it does with none and "
     "torch's DDP with the same micro-batches with at least one; else inconclusive.",
-    in_short="Confirmed where ranks have the same bits with every seed; where results differ with some; and where exact"
-    " reduction ends the difference that torch's DDP has with the same micro-batches.",
+    in_short="Confirmed where ranks have the same bits with every seed; where results differ with some; and where, with"
+    " the same micro-batches, torch's DDP differs from one device and exact reduction does not.",
     loads={
         "seeds": ROUNDS,
         "ranks": (2, 2),

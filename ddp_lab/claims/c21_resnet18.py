@@ -49,8 +49,8 @@ claim = Claim(
     "nn.DataParallel not measurable here without two CUDA devices. Batch 256: confirmed when the source's own "
     "program completes with finite losses in two steps or more, refuted when it fails, not measurable here where the "
     "memory for it is not free or, on CPU, without --full.",
-    in_short="Confirmed where all losses are finite and the last pass over the images has a lower mean loss than the "
-    "first, and than chance.",
+    in_short="Confirmed where all losses are finite and, but for batch 256, the last pass over the images has a lower "
+    "mean loss than the first, and than chance.",
     loads={
         "batch_on_cpu": (4, 4),
         "images_on_cpu": (8, 8),
@@ -176,7 +176,7 @@ def judge(measurements: Measurements) -> Judgement:
         stand_in = "" if on_cuda or name == DDP else "two threads of this project on CPU"
         part, more = _judge_run(name, cases[layout], steps_of_a_pass, where, memory, stand_in)
         if stand_in:
-            part = Part(DP, "not measurable here", "needs 2 CUDA devices: on CPU threads stand in for it")
+            part = Part(DP, "not measurable here", "needs 2 CUDA devices: threads on CPU decide nothing")
         parts.append(part)
         figures += more
     part, more = _judge_whole(measurements["whole"])

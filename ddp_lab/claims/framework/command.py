@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("claims", nargs="*", metavar="C06", help="which claims (default: all)")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--quick", action="store_true", help="all claims in about ten minutes on two cores (default)")
+    how.add_argument("--quick", action="store_true", help="all claims in about fifteen minutes on two cores (default)")
     how.add_argument("--full", action="store_true", help="more rounds, sizes and seeds")
     how.add_argument("--judge-again", action="store_true", help="apply the rules to stored measurements")
     how.add_argument("--document", action="store_true", help="write the page of all claims, as markdown")

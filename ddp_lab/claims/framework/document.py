@@ -21,7 +21,7 @@ _HEAD = f"""# Claims
 Look up what articles say about DP and DDP, and whether it held when it was measured. {{machine}}
 
 ```bash
-make claims          # measure all here, about ten minutes on two cores
+make claims          # measure all here, about fifteen minutes on two cores
 ddp claims C05       # one of them
 ddp claims --full    # more rounds, sizes and seeds
 ```
@@ -41,7 +41,7 @@ with threads; sentences about `nn.DataParallel` need GPUs. `make report` draws w
 - **Rule first.** A record names the commit of its rule and the start of its run. If a rule was committed after its
   run began, or not at all, this page cannot be made. A verdict by a rule that has changed since is marked.
 - **Beyond noise.** Ways of doing the same work are timed in turns, and compared by an exact sign test. Holm's
-  correction over at most {FAMILY} tests keeps the chance of any false verdict at {100 * FAMILY_ERROR:g} %.
+  correction over at most {FAMILY} tests keeps the chance that one of them errs at {100 * FAMILY_ERROR:g} %.
 
 {{summary}}
 
