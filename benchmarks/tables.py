@@ -244,10 +244,10 @@ def costs() -> str:
         "exact ÷ plain step with one batch per rank, ResNet-18 as above: one process; DDP on 2 ranks": of_plain(
             "plain, one batch per rank"
         ),
-        "`digits`, no augmentation, native numerics: step of eight micro-batches ÷ plain loop with one batch": (
+        "`digits`, no augmentation, native numerics: epochs, eight micro-batches a step ÷ plain loop with one batch": (
             f"{said(run['steps_ratio'])} {TIMES}"
         ),
-        "the same step ÷ plain loop that accumulates the same eight": (
+        "the same epochs ÷ plain loop that accumulates the same eight": (
             f"{said(run['steps_ratio_to_accumulating'])} {TIMES}"
         ),
         "exact sum ÷ gloo's all-reduce, one machine, 2 and 4 ranks": (
