@@ -42,8 +42,8 @@ claim = Claim(
     rule="Confirmed when nn.DataParallel's step takes longer than DDP's beyond noise on both experiments; refuted when "
     "it is shorter beyond noise on one; else inconclusive. Not measurable with fewer than two CUDA devices: stand-ins "
     "are reported and decide nothing.",
-    in_short="Confirmed where DP's step takes longer than DDP's beyond noise in both experiments; refuted where it "
-    "takes less in one.",
+    in_short="Confirmed where DP's step takes longer than DDP's beyond noise on digits and ResNet-18; refuted where "
+    "it takes less on one.",
     loads={
         "digits_rounds": (15, 61),
         "digits_steps_in_a_round": (5, 5),

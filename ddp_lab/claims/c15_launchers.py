@@ -98,14 +98,13 @@ def judge(measurements: Measurements) -> Judgement:
         if case["exit_code"] != 0 or case not in began
     }
     digests = {case["weights_sha256"] for case in began}
-    starts = len({_title(case) for case in began})
+    starts, ways = (len({_title(case) for case in some}) for some in (began, cases))
     each_starts = {case["launcher"] for case in began} == {case["launcher"] for case in cases}
-    same = f"{starts} ways to start, {len(digests)} {'digest' if len(digests) == 1 else 'digests'}"
     parts = [
         holds(
             "all that start end alike",
             len(digests) == 1 and each_starts,
-            f"{same}: {', '.join(each[:12] for each in digests)}",
+            f"{starts} of {ways} ways start, with digest {', '.join(each[:12] for each in digests)}",
         ),
         holds(
             *("every program of the sources starts under each", not failed, "all did"),

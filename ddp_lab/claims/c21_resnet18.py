@@ -49,8 +49,8 @@ claim = Claim(
     "nn.DataParallel not measurable here without two CUDA devices. Batch 256: confirmed when the source's own "
     "program completes with finite losses in two steps or more, refuted when it fails, not measurable here where the "
     "memory for it is not free or, on CPU, without --full.",
-    in_short="Confirmed where all losses are finite and, but for batch 256, the last pass over the images has a lower "
-    "mean loss than the first, and than chance.",
+    in_short="Confirmed where all losses are finite and, save for batch 256, the last pass over the images has a lower "
+    "mean loss than the first and than chance.",
     loads={
         "batch_on_cpu": (4, 4),
         "images_on_cpu": (8, 8),
