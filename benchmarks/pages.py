@@ -32,7 +32,7 @@ PAGES: dict[Path, Mapping[str, Callable[[], str]]] = {
         "| `--shard` | its step ÷ one with |": tables.steps_of_shards,
         "| ranks | `none`": tables.memory_of_shards,
     },
-    ROOT / "docs" / "explanation" / "recovery.md": {"| | median |": tables.recoveries},
+    ROOT / "docs" / "explanation" / "recovery.md": {"| with `restart`, or `live` | median |": tables.recoveries},
     ROOT / "docs" / "explanation" / "portable-numerics.md": {"| in one thread |": tables.portable_speeds},
     ROOT / "README.md": {"| | ratio |": tables.costs},
 }

@@ -279,18 +279,18 @@ def _across(level: str) -> list[float | None]:
 
 _FAULTS = {
     "worker killed": "worker killed",
-    "worker killed, live": "worker killed, `--recovery live`",
+    "worker killed, live": "worker killed, `live`",
     "rank 0 killed": "worker of rank 0 killed",
-    "rank 0 killed, live": "worker of rank 0 killed, `--recovery live`",
-    "worker joins, live": "a new worker joins, `--recovery live`: pause of the others",
+    "rank 0 killed, live": "worker of rank 0 killed, `live`",
+    "worker joins, live": "a new worker joins, `live`: pause of the others",
     "worker stopped": "worker stopped, `--timeout 5`",
     "node killed": "all processes of a node killed, one of three",
     "node of rank 0 killed": "those of the node of rank 0",
-    "node killed, live": "all processes of a node killed, one of three, `--recovery live`",
-    "node of rank 0 killed, live": "those of the node of rank 0, `--recovery live`",
-    "node joins, live": "a new node joins, `--recovery live`: pause of the others",
-    "node leaves with notice, live": "a node is asked to leave, `--recovery live`: pause of the others",
-    "node stopped, live": "node stopped, `--timeout 5`, `--recovery live`",
+    "node killed, live": "all processes of a node killed, one of three, `live`",
+    "node of rank 0 killed, live": "those of the node of rank 0, `live`",
+    "node joins, live": "a new node joins, `live`: pause of the others",
+    "node leaves with notice, live": "a node is asked to leave, `live`: pause of the others",
+    "node stopped, live": "node stopped, `--timeout 5`, `live`",
     "node of rank 0 stopped": "node of rank 0 stopped, `--timeout 5`",
     "rendezvous killed, started again when noticed": "rendezvous killed, and started again once that was noticed",
 }
@@ -310,4 +310,4 @@ def recoveries() -> str:
         low, high = min(found["steps_lost"]), max(found["steps_lost"])
         again = str(low) if low == high else f"{low} to {high}"
         rows.append([words, f"{found['median']:.1f} s", f"{found['worst']:.1f} s", again])
-    return _table(["", "median", f"worst of {document['rounds']}", "steps done again"], rows)
+    return _table(["with `restart`, or `live`", "median", f"worst of {document['rounds']}", "steps done again"], rows)
