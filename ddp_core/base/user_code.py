@@ -173,22 +173,20 @@ def no_silent_end(tell: Callable[[str], object]) -> Iterator[None]:
 
 
 def _leave(status: int) -> None:
-    if status == 0 and _is_within():
-        _end(sys._getframe(1))
+    if status == 0:
+        _end_within(sys._getframe(1))
     _exit(status)
 
 
 def _at_exit() -> None:
     # Python has not left the block, so that C code ends the process: its caller is still the newest frame.
-    if _is_within():
-        _end(sys._getframe(1))
+    _end_within(sys._getframe(1))
 
 
-def _is_within() -> bool:
-    return bool(_tellers) and os.getpid() == _process
-
-
-def _end(caller: FrameType) -> None:
+def _end_within(caller: FrameType) -> None:
+    """End the process with 2 where it is within a block."""
+    if not _tellers or os.getpid() != _process:
+        return
     line = (
         f"your code ended the process at {caller.f_code.co_filename}:{caller.f_lineno} with exit code 0, so training "
         f"is not finished; {INSTEAD}"
