@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 from click.core import ParameterSource
 
-from ddp_core.base.errors import UserError, near_names, nearest_name
+from ddp_core.base.errors import near_names
 from ddp_core.base.extras import missing
 from ddp_core.base.files import is_address
 
@@ -153,25 +153,13 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """Commands in the order of the code; an unknown command gets an error with the nearest known name."""
+    """Commands in the order of the code."""
 
     command_class = Command
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names for the help."""
         return list(self.commands)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command of that name. Raises UserError for an unknown name."""
-        if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
-            raise UserError(f"{ctx.command_path} has no command {args[0]!r}; {self.hint(ctx, args[0])}")
-        return super().resolve_command(ctx, args)
-
-    def hint(self, ctx: click.Context, name: str) -> str:
-        """What to do about a name that no command has."""
-        return nearest_name(name, self.list_commands(ctx))
 
 
 class OpenGroup(Group):
@@ -185,10 +173,16 @@ class OpenGroup(Group):
         """The names for the help: the own commands first."""
         return [*self.commands, *sorted(_offered().keys() - self.commands.keys())]
 
-    def hint(self, ctx: click.Context, name: str) -> str:
-        """What to do about a name that no command has: without the laboratory, it may be one of its commands."""
-        lab = missing("it may be one of the laboratory's, which", "lab", "ddp_lab")
-        return super().hint(ctx, name) + (f"; {lab}" if lab else "")
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command of that name; without the laboratory, an unknown one may be one of its commands."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            if lab := missing("it may be one of the laboratory's, which", "lab", "ddp_lab"):
+                error.message = f"{error.message.rstrip('.')}; {lab}."
+            raise
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of that name, None for an unknown one."""

@@ -191,10 +191,6 @@ def check_request(request: Request, only_look: bool = False) -> None:
         )
     if options.cuda_graph:
         _check_graph(request)
-    if request.resume not in ("auto", "never") and not (Path(request.resume) / "run.json").exists():
-        raise UserError(
-            f"--resume {request.resume}: no run directory there (it has no run.json); use auto, never, or a run's path"
-        )
     _check_fork(request)
     given = request.asked.init_from
     if given is not None and request.resume == "never" and not Path(given).exists():
@@ -228,8 +224,6 @@ def _check_fork(request: Request) -> None:
             f"--fork begins a new run, and --resume {request.resume} continues that one: give one of them "
             "(--resume auto continues a fork that was stopped)"
         )
-    if not (Path(asked.fork) / "run.json").exists():
-        raise UserError(f"--fork {asked.fork}: no run directory there (it has no run.json)")
 
 
 def _check_graph(request: Request) -> None:

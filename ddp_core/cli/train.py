@@ -54,6 +54,8 @@ def carry_out(
     `words`: the command line without `ddp`. `is_own_process`: whether this process ends with the command.
     `evaluated`: called once torch may be loaded; the weights that it names are evaluated, and nothing is trained.
     """
+    if asked.record is None:
+        find_experiment(asked.experiment)  # a typo is answered before torch is loaded, which takes seconds
     world = World.from_environment()
     numerics = EarlyNumerics(asked, words, is_own_process)
     asked, is_host = follow_launcher(asked, world, node_here())
