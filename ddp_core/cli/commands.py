@@ -249,7 +249,7 @@ def verify_layouts(experiment: str, settings: tuple[str, ...], data_dir: str, de
     from ddp_core.experiment.file import find_experiment
 
     find_experiment(experiment)  # a typo is answered before torch is loaded, which takes seconds
-    from ddp_core.cli.verify_layouts import compare_layouts
+    from ddp_core.cli.layouts import compare_layouts
 
     return compare_layouts(experiment, settings, data_dir, device)
 
