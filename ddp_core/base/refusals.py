@@ -68,10 +68,8 @@ _TODO = {
 
 
 def refusal(error: BaseException) -> UserError | None:
-    """The UserError (4) where the system has refused something; None for any other exception.
-
-    An OSError of the user's code is the user's own, unless something is lacking: memory, disk, processes, files.
-    """
+    """The UserError (4) where the system has refused something; None for any other exception."""
+    # An OSError of the user's code is the user's own, unless something is lacking: memory, disk, processes, files.
     number = _number(error)
     if number is None or (users(error) and not is_lack(error)):
         return None
@@ -156,11 +154,9 @@ def _open_files(limit: int) -> str:
 
 
 def require_open_files(world_size: int, workers: int, tensors: int = 0) -> None:
-    """Let this process and its children open as many files as they surely need; UserError (4) where they may not.
-
-    `tensors`: how many the loader processes send ahead. Some libraries hang, rather than say so, where they cannot open
-    one more.
-    """
+    """Let this process and its children open as many files as they surely need; UserError (4) where they may not."""
+    # `tensors` are what loader processes send ahead. Some libraries hang, rather than say so, where they cannot open
+    # one more.
     needed = (_OPEN_FILES if world_size > 1 or workers else _OPEN_FILES_ALONE) + 2 * world_size + 4 * workers + tensors
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < needed and hard != soft:

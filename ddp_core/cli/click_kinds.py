@@ -34,7 +34,6 @@ class RunPath(click.Path):
         self._options = options
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The local path. Raises UserError."""
         if not is_address(value):
             return super().convert(value, param, ctx)
         from ddp_core.remote import brought
@@ -136,13 +135,11 @@ class Command(click.Command):
         self._make_options = options
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """All parameters, as click asks for them."""
         if self._make_options is not None:
             self.params, self._make_options = [*self._make_options(), *self.params], None
         return super().get_params(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options into the help, by group."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if isinstance(parameter, click.Option) and (row := parameter.get_help_record(ctx)) is not None:
@@ -158,7 +155,6 @@ class Group(click.Group):
     command_class = Command
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names for the help."""
         return list(self.commands)
 
 
@@ -180,12 +176,11 @@ class OpenGroup(Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            if lab := missing("it may be one of the laboratory's, which", "lab", "ddp_lab"):
-                error.message = f"{error.message.rstrip('.')}; {lab}."
+            if lab := missing("It may be one of the laboratory's, which", "lab", "ddp_lab"):
+                raise click.UsageError(f"{error.format_message()} {lab}", ctx) from None
             raise
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name, None for an unknown one."""
         own = super().get_command(ctx, cmd_name)
         if own is None and (entry := _offered().get(cmd_name)) is not None:
             return _Offered(cmd_name, entry)
@@ -204,12 +199,10 @@ class _Offered(click.Command):
         return _summary(self._entry)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Leave the words as they are."""
         ctx.args = args
         return args
 
     def invoke(self, ctx: click.Context) -> int:
-        """Call the function; returns its exit code."""
         return int(self._entry.load()(ctx.args))
 
 

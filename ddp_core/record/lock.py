@@ -87,10 +87,8 @@ def is_held(directory: str | Path, patience: float | None = None) -> bool:
 
 
 def require_unlocked(directory: Path) -> None:
-    """Raises UserError (2), naming the holder, where another process runs in `directory`.
-
-    Waits half a second for a lock that may be left of a killed run; not where the process that it names lives here.
-    """
+    """Raises UserError (2), naming the holder, where another process runs in `directory`."""
+    # A lock that may be left of a killed run is waited for; not where the process that it names lives here.
     path = directory / _NAME
     holder = _holder(path)
     lives_here = holder and holder["host"] == socket.gethostname() and state_of(holder["pid"]) != "gone"
