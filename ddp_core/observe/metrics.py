@@ -61,7 +61,6 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     ) -> None:
         self._may_write = may_write
         self._board = board
-        self._path = path
         self._written: set[tuple[str, int]] = set()
         self._file: LineFile | None = None
         if path is not None:
@@ -85,8 +84,8 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         `fields`: what else the line about it says. Returns the newest step that was recorded before.
         """
         newest = 0
-        if self._path is not None:
-            kinds, newest = _near_end(self._path, step)
+        if self._file is not None:
+            kinds, newest = _near_end(self._file.path, step)
             self._written = {(kind, step) for kind in kinds}
         self.write("resume", step=step, **fields)
         return newest

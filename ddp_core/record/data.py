@@ -43,25 +43,25 @@ def read_on_each_node(
     # Meanwhile all ranks take part in short collectives, because none may take longer than `--timeout`.
     with ThreadPoolExecutor(1) as thread:
         reads = collectives.world.local_rank == 0
-        reading = thread.submit(lambda: known or digest_data(splits)) if reads else None
+        reading = thread.submit(lambda: known or digest_data(splits) if reads else None)
         while True:
-            if reading is not None:
-                wait([reading], _ROUND_SECONDS)
+            wait([reading], _ROUND_SECONDS)
             everyones = collectives.gather(_done(reading))
             if all(is_done for is_done, *_ in everyones):
                 break
     for _, _, failure in everyones:
         if failure is not None:
             raise failure
-    return None if reading is None else reading.result(), [digest for _, digest, _ in everyones]
+    return reading.result(), [digest for _, digest, _ in everyones]
 
 
-def _done(reading: Future[DataDigest] | None) -> tuple[bool, DataDigest | None, BaseException | None]:
+def _done(reading: Future[DataDigest | None]) -> tuple[bool, DataDigest | None, BaseException | None]:
     """Whether all was read that this rank reads, the digest without its parts, and the error."""
-    if reading is None or not reading.done():
-        return reading is None, None, None
+    if not reading.done():
+        return False, None, None
     failure = reading.exception()
-    return True, None if failure else reading.result().without_parts(), failure
+    found = None if failure else reading.result()
+    return True, found and found.without_parts(), failure
 
 
 def agreed_digest(
