@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import resource
+import shutil
 import traceback
 from io import UnsupportedOperation
 from pathlib import Path
@@ -131,8 +132,7 @@ def _in_words(error: BaseException, number: int, path: Path | None, needed: int,
             if path is None and _SHARED_MEMORY.search(text):
                 has = ""
                 with contextlib.suppress(OSError):
-                    usage = os.statvfs("/dev/shm")
-                    has = f", it has {human_bytes(usage.f_blocks * usage.f_frsize)} in all"
+                    has = f", it has {human_bytes(shutil.disk_usage('/dev/shm').total)} in all"
                 return f"/dev/shm is full{has} ({reason}): {MORE_SHARED_MEMORY}"
             return _without_room(number, path, needed)
     name = f" ({errno.errorcode[number]})" if number in errno.errorcode else ""
@@ -176,12 +176,6 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def free_bytes(directory: Path) -> int:
-    """Bytes that an unprivileged process can still write on the file system of `directory`."""
-    usage = os.statvfs(directory)
-    return usage.f_bavail * usage.f_frsize
-
-
 def disk_full(path: Path, needed: int, available: int) -> UserError:
     """The error for a disk without room for `path`; `needed` is 0 where that is not known."""
     return UserError(
@@ -203,7 +197,7 @@ def _without_room(number: int, path: Path | None, needed: int) -> str:
     free = None
     if path is not None:
         with contextlib.suppress(OSError):
-            free = free_bytes(path if path.is_dir() else path.parent)
+            free = shutil.disk_usage(path if path.is_dir() else path.parent).free
     if path is None or free is None:
         return f"disk full ({name}){at}; free some space"
     if number == errno.ENOSPC and free < (needed or SMALL_ROOM):
