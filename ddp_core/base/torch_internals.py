@@ -263,9 +263,8 @@ def uncompiled(model: nn.Module) -> nn.Module:
     """The plain model of one that is compiled, or has compiled parts: the same parameters, in the same objects."""
     while (plain := dict(model.named_children()).get("_orig_mod")) is not None:
         model = plain
-    for part in model.modules():
-        part._compiled_call_impl = None
     for part in list(model.modules()):
+        part._compiled_call_impl = None
         for name, child in list(part.named_children()):
             if "_orig_mod" in dict(child.named_children()):
                 setattr(part, name, uncompiled(child))

@@ -151,7 +151,7 @@ def with_recovery(request: Request, most_nodes: int) -> Request:
     # `auto` becomes a restart wherever the workers cannot go on without a lost one, where nobody would be left, and
     # where going on is not known to be wanted: with callbacks, which may be told of a step once more, and on GPUs,
     # where it has not run over NCCL. A live one becomes a restart, and the user is told, with shards.
-    layout, options, recovery = request.layout, request.options, "restart"
+    layout, options = request.layout, request.options
     if options.recovery == "restart":
         return request
     obstacles = {
@@ -160,22 +160,20 @@ def with_recovery(request: Request, most_nodes: int) -> Request:
     }
     found = next((words for words, is_so in obstacles.items() if is_so), None)
     if options.recovery == "auto":
-        is_meant = (
-            layout.device == "cpu"
+        is_live = (
+            found is None
+            and layout.shard == "none"
+            and layout.device == "cpu"
             and most_nodes * layout.nproc_per_node > 1
             and options.max_restarts > 0
             and request.evaluated is None
             and not request.loaded.namespace.get("callbacks")
         )
-        if is_meant and found is None and layout.shard == "none":
-            recovery = "live"
     elif found is not None:
         raise UserError(f"--recovery live cannot be had here: {found}; use --recovery restart")
-    elif layout.shard == "none":
-        return request
-    else:
+    elif not (is_live := layout.shard == "none"):
         tell_user(
             f"--recovery live: with --shard {layout.shard} each part is on one rank alone, and is lost with it; where "
             "a rank is lost, all start again from the newest checkpoint, as with --recovery restart"
         )
-    return replace(request, options=options.model_copy(update={"recovery": recovery}))
+    return replace(request, options=options.model_copy(update={"recovery": "live" if is_live else "restart"}))
