@@ -275,7 +275,7 @@ class CheckpointFiles:
         sync(self.directory)
 
     def prune(self, newest: Checkpoint, replaced: Collection[str] = ()) -> None:
-        """Remove the data files that `newest` has replaced, by name, and the checkpoints that are to be kept no longer."""
+        """Remove the data files that `newest` has replaced, by name, and checkpoints that are to be kept no longer."""
         # A checkpoint whose data is damaged does not count as one of the newest that stay.
         for name in {*replaced} - {part.file for part in newest.data}:
             remove_beneath(self.directory / name, self.root)

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import time
-import weakref
 from pathlib import Path
 from typing import Self
 
@@ -59,8 +58,7 @@ class RunLock:
             self.release()
             raise refused(error, self.path) from error
         # A forked data loader worker that outlives this process would keep the lock, so every fork closes its copy.
-        this = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _forget(this()))
+        os.register_at_fork(after_in_child=self.release)
         return self
 
     def release(self) -> None:
@@ -116,8 +114,3 @@ def _holder(path: Path) -> _Holder | None:
         return holder
     except (OSError, BadDocument):
         return None
-
-
-def _forget(lock: RunLock | None) -> None:
-    if lock is not None:
-        lock.release()
