@@ -9,11 +9,9 @@ import torch
 
 
 def choose_kernels(deterministic: bool = True, tf32: bool = False) -> None:
-    """Choose deterministic kernels or else the fastest, and float32 products in full or in TF32.
-
-    Called once per run before any CUDA work. On the CPU the choice of kernels matters with several threads only, and
-    TF32 does not exist. Without `deterministic` cuDNN tries its algorithms on every new shape and keeps the fastest.
-    """
+    """Choose deterministic kernels or else the fastest, and float32 products in full or in TF32."""
+    # Called once per run before any CUDA work. On the CPU the choice of kernels matters with several threads only, and
+    # TF32 does not exist. Without `deterministic` cuDNN tries its algorithms on every new shape and keeps the fastest.
     if deterministic:
         # Without this cuBLAS may add in another order where several streams multiply at the same time; torch refuses
         # deterministic products without it.
@@ -38,20 +36,16 @@ def use_chosen_threads() -> None:
 
 
 def use_one_thread() -> None:
-    """Compute in one thread: for a process that forks others, until it calls `use_chosen_threads`.
-
-    OpenMP waits for ever in the fork of a process in which it has run several threads.
-    """
+    """Compute in one thread: for a process that forks others, until it calls `use_chosen_threads`."""
+    # OpenMP waits for ever in the fork of a process in which it has run several threads.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
 
 
 def one_thread(name: str, device: torch.device | None = None) -> ThreadPoolExecutor:
-    """A pool with a single Python thread, which works on `device` where that is a CUDA device.
-
-    OpenMP's number of threads and the current CUDA device belong to each Python thread. The new thread takes over the
-    first from the thread that calls this, and sets the second.
-    """
+    """A pool with a single Python thread, which works on `device` where that is a CUDA device."""
+    # OpenMP's number of threads and the current CUDA device belong to each Python thread. The new thread takes over the
+    # first from the thread that calls this, and sets the second.
     count = torch.get_num_threads()
 
     def begin() -> None:

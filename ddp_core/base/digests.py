@@ -85,11 +85,10 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> str:
-    """Tells two tensors of one shape and dtype apart: no digest, but several times faster, and made on their device.
-
-    8 bytes make a number, and the numbers a table, in which every 16 rows are added up first. The sums of what is left
-    in its rows and in its columns differ after any one change, and after several, unless these make up for each other.
-    """
+    """Tells two tensors of one shape and dtype apart: no digest, but several times faster, and made on their device."""
+    # 8 bytes make a number, and the numbers a table, in which every 16 rows are added up first. The sums of what is
+    # left in its rows and in its columns differ after any one change, and after several, unless these make up for each
+    # other.
     return digest_of_sums([sums(tensor)])
 
 

@@ -25,39 +25,27 @@ def take_off_bar() -> None:
         sys.stderr.write(_CLEAR_LINE)
 
 
-def _say(speaker: str, text: str) -> None:
-    print(f"{speaker}: {shown(text, lines=True)}", file=sys.stderr, flush=True)
-
-
 def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
-    """Decorate a command's main function: exceptions become messages from `speaker`, and exit codes.
-
-    A UserError is printed in one line and gives its own exit code, a missing extra gives 2, what the system refuses
-    gives 4, and an interrupt gives 130. Any other exception is a fault of this program: it is printed with its
-    traceback, and gives 70.
-    """
+    """Decorate a command's main function: exceptions become messages from `speaker`, and exit codes."""
 
     def decorate(main: Callable[_P, int]) -> Callable[_P, int]:
         @wraps(main)
         def guarded(*words: _P.args, **named: _P.kwargs) -> int:
             try:
                 return main(*words, **named)
-            except UserError as error:
-                take_off_bar()
-                _say(speaker, in_words(error.exit_code, str(error)))
-                return error.exit_code
             except KeyboardInterrupt:
                 take_off_bar()
                 print(f"{speaker}: interrupted", file=sys.stderr, flush=True)
                 return _INTERRUPTED
             except Exception as error:
                 take_off_bar()
-                if (known := missing_extra(error) or refusal(error)) is not None:
-                    _say(speaker, f"error: {known}")
-                    return known.exit_code
-                traceback.print_exc()
-                _say(speaker, f"error: {internal(error)}")
-                return ExitCode.INTERNAL
+                known = error if isinstance(error, UserError) else missing_extra(error) or refusal(error)
+                if known is None:
+                    traceback.print_exc()
+                    known = UserError(internal(error), ExitCode.INTERNAL)
+                said = shown(in_words(known.exit_code, str(known)), lines=True)
+                print(f"{speaker}: {said}", file=sys.stderr, flush=True)
+                return known.exit_code
 
         return guarded
 

@@ -114,10 +114,8 @@ def _torch_files() -> str | None:
 
 @cache
 def _libm() -> str | None:
-    """A digest of what functions of the C library give, in float32; None where it has not all of them.
-
-    torch calls them, and glibc 2.43 rounds them otherwise than 2.36.
-    """
+    """A digest of what functions of the C library give, in float32; None where it has not all of them."""
+    # torch calls them, and glibc 2.43 rounds them otherwise than 2.36.
     values, library = [], ctypes.CDLL(None)
     for name in _OF_LIBM:
         function = getattr(library, f"{name}f", None)
@@ -158,11 +156,9 @@ def of_all_ranks(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def fingerprint_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Where two fingerprints differ, as 'name: here A, there B'; empty where equal results are promised.
-
-    Where one is of native and the other of portable numerics, or of another version of their rules, nothing else is
-    named: they hold different facts. Facts that older records lack count where both have them.
-    """
+    """Where two fingerprints differ, as 'name: here A, there B'; empty where equal results are promised."""
+    # Where one is of native and the other of portable numerics, or of another version of their rules, nothing else is
+    # named: they hold different facts. Facts that older records lack count where both have them.
     for name, usual in (("numerics", "native"), ("numerics_rules", None)):
         here, there = (each.get(name, usual) for each in (ours, theirs))
         if here != there:

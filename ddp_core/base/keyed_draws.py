@@ -32,11 +32,9 @@ _WORD = 2**32 - 1
 
 
 def numpy_words(key: int) -> list[int]:
-    """What numpy's generator is seeded with for a key below 2**64.
-
-    Python's is the same algorithm, and seeded with the two words of a number of 64 bits alike: a third word keeps
-    numpy's numbers from being Python's.
-    """
+    """What numpy's generator is seeded with for a key below 2**64."""
+    # Python's is the same algorithm, and seeded with the two words of a number of 64 bits alike: a third word keeps
+    # numpy's numbers from being Python's.
     return [key & _WORD, key >> 32, 1]
 
 
@@ -75,13 +73,10 @@ def _current() -> _Stream:
 
 
 def key_draws(key: int) -> None:
-    """From here on this thread's draws from `random` and numpy's global generator follow from `key`, below 2**64.
-
-    Nothing where `watch_draws` was not called: somebody else's process keeps its generators as they are.
-    """
+    """From here on this thread's draws from `random` and numpy's global generator follow from `key`, below 2**64."""
     global _of_process
     if not _watched:
-        return
+        return  # somebody else's process keeps its generators as they are
     stream = _here.stream
     if stream is None or stream is _here.stream_around:
         stream = _here.stream = _Stream(random.Random(0))
@@ -92,11 +87,7 @@ def key_draws(key: int) -> None:
 
 
 def seed_draws(key: int) -> None:
-    """Seed what this thread draws from here on, as a key would; what somebody has seeded goes on as it is.
-
-    Unlike `key_draws` it seeds the generators that this thread draws from already. Nothing where `watch_draws` was not
-    called.
-    """
+    """Seed what this thread draws from here on, also of keys before; what somebody has seeded goes on as it is."""
     stream = _current()
     chosen = stream.python_chosen, stream.numpy_chosen
     if "random" in _watched and not stream.python_chosen:
@@ -108,10 +99,8 @@ def seed_draws(key: int) -> None:
 
 @contextlib.contextmanager
 def without_key() -> Iterator[None]:
-    """After this block this thread draws from the stream that it had before: without a key where it had none.
-
-    A key that is told in the block begins another stream.
-    """
+    """After this block this thread draws from the stream that it had before: without a key where it had none."""
+    # A key that is told in the block begins another stream.
     global _of_process
     stream, around, of_process = _here.stream, _here.stream_around, _of_process
     _here.stream_around = stream
@@ -225,11 +214,9 @@ def _noted(seed: Callable[..., None]) -> Callable[..., None]:
 
 
 def watch_draws() -> None:
-    """Let draws from `random` and numpy's global generator look for a key, in this process, from here on.
-
-    Called before a user's code is run, which may then take the functions by name. A second call does nothing. numpy is
-    left alone where it is not loaded: a process that trains has loaded it with torch.
-    """
+    """Let draws from `random` and numpy's global generator look for a key, in this process, from here on."""
+    # Called before a user's code is run, which may then take the functions by name. A second call does nothing. numpy
+    # is left alone where it is not loaded: a process that trains has loaded it with torch.
     if "random" not in _watched:
         _watched.add("random")
         behind = _pythons_generator()

@@ -49,12 +49,10 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def leave_first_process() -> None:
-    """Go on in a child where this process is the first of its container; returns there, and everywhere else at once.
-
-    What is orphaned in a container becomes a child of its first process, and stays a zombie until that has waited for
-    it. And the kernel keeps from it each signal that it does not handle. So the first process does nothing but that: it
-    passes signals on, waits, and ends with the child's exit code.
-    """
+    """Go on in a child where this process is the first of its container; returns there, and everywhere else at once."""
+    # What is orphaned in a container becomes a child of its first process, and stays a zombie until that has waited for
+    # it. And the kernel keeps from it each signal that it does not handle. So the first process does nothing but that:
+    # it passes signals on, waits, and ends with the child's exit code.
     if os.getpid() != 1:
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -77,22 +75,18 @@ def leave_first_process() -> None:
 
 
 def fix_hashes() -> None:
-    """Start this process anew, with the same words, unless hashes of strings are fixed already.
-
-    The order of a set of strings follows from them, and with it whatever code makes of such a set, so all processes of
-    a run must have them alike.
-    """
+    """Start this process anew, with the same words, unless hashes of strings are fixed already."""
+    # The order of a set of strings follows from them, and with it whatever code makes of such a set, so all processes
+    # of a run must have them alike.
     was_started_so = sys.orig_argv[1 - len(sys.argv) :] == sys.argv[1:]  # not as a fork of another process
     if was_started_so and (os.environ.get("PYTHONHASHSEED") or "random") == "random":
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
 
 
 def make_patient() -> None:
-    """Let prints succeed when nobody reads them any more, also those of a user's own code; harmless when repeated.
-
-    A character that the terminal's encoding lacks is written as its code. Streams that somebody has put in place of the
-    interpreter's own are left alone.
-    """
+    """Let prints succeed when nobody reads them any more, also those of a user's own code; harmless when repeated."""
+    # A character that the terminal's encoding lacks is written as its code. Streams that somebody has put in place of
+    # the interpreter's own are left alone.
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
@@ -130,19 +124,15 @@ class _Patient(io.FileIO):
 
 
 def keep_freed_memory() -> bool:
-    """Let malloc keep freed blocks of up to 1 GiB; returns whether that worked (only glibc can do it).
-
-    This changes no result: torch aligns every tensor to 64 bytes by itself.
-    """
+    """Let malloc keep freed blocks of up to 1 GiB; returns whether that worked (only glibc can do it)."""
+    # This changes no result: torch aligns every tensor to 64 bytes by itself.
     kept = _set_malloc(_M_MMAP_THRESHOLD, _LARGEST_KEPT) or _set_malloc(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BEFORE_2_35)
     return kept and _set_malloc(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def return_large_blocks() -> bool:
-    """Let malloc return freed blocks of 256 KiB or more at once; returns whether that worked (only glibc can do it).
-
-    Without a fixed size, glibc keeps larger and larger blocks as it sees them freed.
-    """
+    """Let malloc return freed blocks of 256 KiB or more at once; returns whether that worked (only glibc can do it)."""
+    # Without a fixed size, glibc keeps larger and larger blocks as it sees them freed.
     return _set_malloc(_M_MMAP_THRESHOLD, _SMALLEST_RETURNED)
 
 
@@ -156,9 +146,7 @@ def _set_malloc(parameter: int, value: int) -> bool:
 
 
 def let_go(last: list[object]) -> None:
-    """Empty this list of destroyed process groups in a thread; the list must hold the last reference to each group.
-
-    The thread that drops the last reference to a group of gloo waits for some milliseconds for each of the group's
-    connections, one after the other. The process does not end before that thread.
-    """
+    """Empty this list of destroyed process groups in a thread; the list must hold the last reference to each group."""
+    # The thread that drops the last reference to a group of gloo waits for some milliseconds for each of the group's
+    # connections, one after the other. The process does not end before that thread.
     threading.Thread(target=last.clear, name="parting").start()

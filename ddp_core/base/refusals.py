@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import resource
+import shutil
 import traceback
 from io import UnsupportedOperation
 from pathlib import Path
@@ -68,10 +69,8 @@ _TODO = {
 
 
 def refusal(error: BaseException) -> UserError | None:
-    """The UserError (4) where the system has refused something; None for any other exception.
-
-    An OSError of the user's code is the user's own, unless something is lacking: memory, disk, processes, files.
-    """
+    """The UserError (4) where the system has refused something; None for any other exception."""
+    # An OSError of the user's code is the user's own, unless something is lacking: memory, disk, processes, files.
     number = _number(error)
     if number is None or (users(error) and not is_lack(error)):
         return None
@@ -133,8 +132,7 @@ def _in_words(error: BaseException, number: int, path: Path | None, needed: int,
             if path is None and _SHARED_MEMORY.search(text):
                 has = ""
                 with contextlib.suppress(OSError):
-                    usage = os.statvfs("/dev/shm")
-                    has = f", it has {human_bytes(usage.f_blocks * usage.f_frsize)} in all"
+                    has = f", it has {human_bytes(shutil.disk_usage('/dev/shm').total)} in all"
                 return f"/dev/shm is full{has} ({reason}): {MORE_SHARED_MEMORY}"
             return _without_room(number, path, needed)
     name = f" ({errno.errorcode[number]})" if number in errno.errorcode else ""
@@ -156,11 +154,9 @@ def _open_files(limit: int) -> str:
 
 
 def require_open_files(world_size: int, workers: int, tensors: int = 0) -> None:
-    """Let this process and its children open as many files as they surely need; UserError (4) where they may not.
-
-    `tensors`: how many the loader processes send ahead. Some libraries hang, rather than say so, where they cannot open
-    one more.
-    """
+    """Let this process and its children open as many files as they surely need; UserError (4) where they may not."""
+    # `tensors` are what loader processes send ahead. Some libraries hang, rather than say so, where they cannot open
+    # one more.
     needed = (_OPEN_FILES if world_size > 1 or workers else _OPEN_FILES_ALONE) + 2 * world_size + 4 * workers + tensors
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < needed and hard != soft:
@@ -178,12 +174,6 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
-
-
-def free_bytes(directory: Path) -> int:
-    """Bytes that an unprivileged process can still write on the file system of `directory`."""
-    usage = os.statvfs(directory)
-    return usage.f_bavail * usage.f_frsize
 
 
 def disk_full(path: Path, needed: int, available: int) -> UserError:
@@ -207,7 +197,7 @@ def _without_room(number: int, path: Path | None, needed: int) -> str:
     free = None
     if path is not None:
         with contextlib.suppress(OSError):
-            free = free_bytes(path if path.is_dir() else path.parent)
+            free = shutil.disk_usage(path if path.is_dir() else path.parent).free
     if path is None or free is None:
         return f"disk full ({name}){at}; free some space"
     if number == errno.ENOSPC and free < (needed or SMALL_ROOM):

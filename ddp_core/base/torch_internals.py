@@ -121,12 +121,9 @@ def gathered_together(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Paramet
 
 
 def reduce_zeros_too(module: FSDPModule) -> None:
-    """Let a module of `fully_shard` reduce zeros for what a backward has given no gradient, on every rank alike.
-
-    torch does it by itself from 2.13 on (`set_reduce_scatter_unused_params`).
-    """
+    """Let a module of `fully_shard` reduce zeros for what a backward has given no gradient, on every rank alike."""
     if hasattr(module, "set_reduce_scatter_unused_params"):
-        module.set_reduce_scatter_unused_params(True, recurse=False)
+        module.set_reduce_scatter_unused_params(True, recurse=False)  # torch has it from 2.13 on
         return
     from torch.distributed.fsdp import fully_shard
 
@@ -148,10 +145,8 @@ def reduce_zeros_too(module: FSDPModule) -> None:
 
 
 def forget_that_it_is_cut(module: nn.Module) -> None:
-    """Remove the mark of `fully_shard` from the module and its parts: some models compute something else where it is.
-
-    Of transformers, those that leave out layers at random do not leave them out there (`is_fsdp_managed_module`).
-    """
+    """Remove the mark of `fully_shard` from the module and its parts: some models compute otherwise where it is."""
+    # Of transformers, those that leave out layers at random do not leave them out there (`is_fsdp_managed_module`).
     for part in module.modules():
         vars(part).pop("_is_fsdp_managed_module", None)
 
@@ -167,10 +162,8 @@ def at_the_end_of_backward(function: Callable[[], None]) -> None:
 
 
 def backward_from(loss: torch.Tensor, weight: torch.Tensor) -> None:
-    """`loss.backward(weight)` of two single numbers, without what torch checks of them in Python each time.
-
-    These checks take as long as a small layer's backward. The engine checks dtype, device and shape by itself.
-    """
+    """`loss.backward(weight)` of two single numbers, without what torch checks of them in Python each time."""
+    # These checks take as long as a small layer's backward. The engine checks dtype, device and shape by itself.
     if type(loss) is not torch.Tensor:  # a subclass may have a backward of its own
         loss.backward(weight)
         return
@@ -192,10 +185,8 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def nccl_failure(device: torch.device) -> str | None:
-    """How NCCL failed in any process group: TIMEOUT, COMM_ERROR or REMOTE_ERROR; None where it has not.
-
-    Groups of gloo alone, such as that of ranks that save together, cannot be asked, and are passed over.
-    """
+    """How NCCL failed in any process group: TIMEOUT, COMM_ERROR or REMOTE_ERROR; None where it has not."""
+    # Groups of gloo alone, such as that of ranks that save together, cannot be asked.
     groups = [group for group in process_groups() if "nccl" in dist.get_backend_config(group)]
     failures = [cast(Any, group._get_backend(device)).get_error().name for group in groups]
     return next((failure for failure in failures if failure != "SUCCESS"), None)
@@ -221,10 +212,7 @@ def buffers_of(layer: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def share_hooks(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Give `ours` the hooks on its gradient that `theirs` has; both then see what is registered later.
-
-    Both must be trained, or neither.
-    """
+    """Give `ours` the hooks on its gradient that `theirs` has, now and later. Both must be trained, or neither."""
     if ours._backward_hooks is not theirs._backward_hooks:
         ours._backward_hooks = theirs._backward_hooks
     if ours._post_accumulate_grad_hooks is not theirs._post_accumulate_grad_hooks:
@@ -252,10 +240,8 @@ def set_module_versions(state: OrderedDict[str, Any], versions: Any) -> None:
 
 
 def end_loader_workers(batches: Iterator[Any]) -> None:
-    """End the processes behind the iterator of a DataLoader with `num_workers`, and wait for them.
-
-    torch waits five seconds for each and then sends SIGTERM, which the process may ignore; so SIGKILL follows here.
-    """
+    """End the processes behind the iterator of a DataLoader with `num_workers`, and wait for them."""
+    # torch waits five seconds for each and then sends SIGTERM, which the process may ignore; so SIGKILL follows here.
     cast(Any, batches)._shutdown_workers()
     for worker in cast(Any, batches)._workers:
         worker.kill()
@@ -277,9 +263,8 @@ def uncompiled(model: nn.Module) -> nn.Module:
     """The plain model of one that is compiled, or has compiled parts: the same parameters, in the same objects."""
     while (plain := dict(model.named_children()).get("_orig_mod")) is not None:
         model = plain
-    for part in model.modules():
-        part._compiled_call_impl = None
     for part in list(model.modules()):
+        part._compiled_call_impl = None
         for name, child in list(part.named_children()):
             if "_orig_mod" in dict(child.named_children()):
                 setattr(part, name, uncompiled(child))

@@ -132,10 +132,8 @@ def require_private_names() -> None:
 
 
 def _is_there(owner: str, name: str) -> bool:
-    """Whether the file of torch that `owner` names has the word, or where there is no such file, the owner itself.
-
-    Nothing is imported here: that would take a second. And some names are attributes that only objects have.
-    """
+    """Whether the file of torch that `owner` names has the word, or where there is no such file, the owner itself."""
+    # Nothing is imported here: that would take a second. And some names are attributes that only objects have.
     place, holder = _FOLDER, cast(Any, torch)
     for part in owner.split(".")[1:]:
         place /= part

@@ -34,10 +34,7 @@ INSTEAD = "raise an ordinary exception to end a run for an error, or make it sho
 
 
 class LeftEarly(Exception):
-    """The user's code raised what ends a program without being an error, such as SystemExit: training is unfinished.
-
-    The message is one line with what was raised, where, and what to do instead.
-    """
+    """The user's code raised what ends a program, such as SystemExit; in one line, with what to do instead."""
 
 
 class RaisedElsewhere(Exception):
@@ -78,11 +75,9 @@ class user_code(contextlib.AbstractContextManager["user_code"]):
 
 
 def is_way_out(error: BaseException) -> bool:
-    """Whether the user's code raised it to leave: SystemExit, KeyboardInterrupt, or an exception of that rank.
-
-    A KeyboardInterrupt may also be a true Ctrl-C, but only while Python's own handler answers to SIGINT; a command that
-    trains has other handlers.
-    """
+    """Whether the user's code raised it to leave: SystemExit, KeyboardInterrupt, or an exception of that rank."""
+    # A KeyboardInterrupt may also be a true Ctrl-C, but only while Python's own handler answers to SIGINT; a command
+    # that trains has other handlers.
     if isinstance(error, KeyboardInterrupt):
         return signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     return not isinstance(error, Exception | GeneratorExit)
@@ -113,17 +108,14 @@ def no_way_out(what: str) -> Iterator[None]:
 
 
 def our_code(hook: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate a hook of ours that runs within the user's code: an exception that it raises is a fault of ours.
-
-    A ValueError or RuntimeError is not: it says what cannot be done with the user's model.
-    """
+    """Decorate a hook of ours that runs within the user's code: an exception that it raises is a fault of ours."""
 
     @wraps(hook)
     def marked(*words: _P.args, **named: _P.kwargs) -> _T:
         try:
             return hook(*words, **named)
         except (ValueError, RuntimeError):
-            raise
+            raise  # it says what cannot be done with the user's model
         except Exception as error:
             _mark(error, _OURS)
             raise
@@ -149,12 +141,10 @@ _process = 0
 
 @contextlib.contextmanager
 def no_silent_end(tell: Callable[[str], object]) -> Iterator[None]:
-    """A block in which this process does not end with exit code 0: it calls `tell` with one line, and ends with 2.
-
-    `os._exit(0)` is such an end in mid-training, which is no exception and would look like success; so is SystemExit
-    where C code calls Python: Python then ends the process from within. Of blocks within each other, the innermost is
-    called first. What C code ends by the system's own `_exit` is out of its reach.
-    """
+    """A block in which this process does not end with exit code 0: it calls `tell` with one line, and ends with 2."""
+    # `os._exit(0)` is such an end in mid-training, which is no exception and would look like success; so is SystemExit
+    # where C code calls Python: Python then ends the process from within. Of blocks within each other, the innermost is
+    # called first. What C code ends by the system's own `_exit` is out of its reach.
     global _process
     if _process != os.getpid():
         _tellers.clear()
@@ -173,22 +163,20 @@ def no_silent_end(tell: Callable[[str], object]) -> Iterator[None]:
 
 
 def _leave(status: int) -> None:
-    if status == 0 and _is_within():
-        _end(sys._getframe(1))
+    if status == 0:
+        _end_within(sys._getframe(1))
     _exit(status)
 
 
 def _at_exit() -> None:
     # Python has not left the block, so that C code ends the process: its caller is still the newest frame.
-    if _is_within():
-        _end(sys._getframe(1))
+    _end_within(sys._getframe(1))
 
 
-def _is_within() -> bool:
-    return bool(_tellers) and os.getpid() == _process
-
-
-def _end(caller: FrameType) -> None:
+def _end_within(caller: FrameType) -> None:
+    """End the process with 2 where it is within a block."""
+    if not _tellers or os.getpid() != _process:
+        return
     line = (
         f"your code ended the process at {caller.f_code.co_filename}:{caller.f_lineno} with exit code 0, so training "
         f"is not finished; {INSTEAD}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ import torch
 from ddp_core.base.beneath import remove_beneath
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import NewFile, sync
-from ddp_core.base.refusals import disk_full, free_bytes, refused
+from ddp_core.base.refusals import disk_full, refused
 from ddp_core.checkpoint import manifest as manifests
 from ddp_core.checkpoint.fence import Fence, Superseded
 from ddp_core.checkpoint.manifest import Checkpoint, Damaged, DataPart
@@ -119,7 +120,7 @@ class CheckpointFiles:
         """Raise UserError (4) unless the disk has room for this process's data file of `step`, of `needed` bytes."""
         path = self._free_name(step)
         try:
-            available = free_bytes(self.directory)
+            available = shutil.disk_usage(self.directory).free
         except OSError as error:
             raise refused(error, path) from error
         if available < needed:
@@ -274,10 +275,8 @@ class CheckpointFiles:
         sync(self.directory)
 
     def prune(self, newest: Checkpoint, replaced: Collection[str] = ()) -> None:
-        """Remove the data files that `newest` has replaced, by name, and the checkpoints that are to be kept no longer.
-
-        A checkpoint whose data is damaged does not count as one of the newest that stay.
-        """
+        """Remove the data files that `newest` has replaced, by name, and checkpoints that are to be kept no longer."""
+        # A checkpoint whose data is damaged does not count as one of the newest that stay.
         for name in {*replaced} - {part.file for part in newest.data}:
             remove_beneath(self.directory / name, self.root)
         found: dict[int, Path] = {}

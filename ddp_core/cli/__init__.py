@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from ddp_core.base.platforms import refused_platform
-from ddp_core.base.process import fix_hashes
 
 __all__ = ["main"]
 
@@ -17,9 +16,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (reason := refused_platform()) is not None:
         print(f"ddp: error: {reason}", file=sys.stderr)
         return 2
+    # Not importable on the platforms that are refused.
+    from ddp_core.base.process import fix_hashes
+
     if arguments is None and sys.argv[1:2] == ["train"] and "--help" not in sys.argv:
         fix_hashes()
-    # Not importable on the platforms that are refused.
     from ddp_core.cli.entry import main as run_command
 
     return run_command(arguments)

@@ -203,11 +203,9 @@ def segments_of(kept: Sequence[int]) -> list[Segment]:
 
 
 def drawn(segments: Sequence[Segment], count: int, seed: int, record: str) -> list[Segment]:
-    """So many of the segments, each set of them as likely as any other, in their sequence.
-
-    They follow from the auditor's seed and the SHA-256 of the record, which tells nothing of them before the seed is
-    known.
-    """
+    """So many of the segments, each set of them as likely as any other, in their sequence."""
+    # They follow from the auditor's seed and the SHA-256 of the record, which tells nothing of them before the seed is
+    # known.
 
     def lot(segment: Segment) -> bytes:
         return hashlib.sha256(f"{seed} {record} {segment.number}".encode()).digest()
@@ -231,10 +229,7 @@ def claims(segments: int) -> list[int]:
 
 
 def replay(directory: RunDirectory, record: Mapping[str, Any], segment: Segment, asked: Asked) -> None:
-    """Train the segment again as `asked`, and compare the state at its end.
-
-    Raises Different where that is another one than the run has noted, and UserError where it cannot be trained.
-    """
+    """Train the segment again, and compare its end. Raises Different, and UserError where it cannot be trained."""
     noted = {state["step"]: state for state in record["kept"]["states"]}
     changes: dict[str, Any] = {"keep_for_audit": None, "guard": "off", "rehearsal": "off", "max_restarts": 0}
     if segment.start:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from io import BufferedReader, BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -113,7 +113,11 @@ def _open(content: Content) -> BufferedReader | BytesIO:
 
 
 def _write(file: Path, members: dict[str, Content]) -> None:
-    contents = members | {MANIFEST: "".join(_manifest(members)).encode()}
+    manifest = ""
+    for name, content in sorted(members.items()):
+        with _open(content) as source:
+            manifest += f"{hashlib.file_digest(source, 'sha256').hexdigest()}  {name}\n"
+    contents = members | {MANIFEST: manifest.encode()}
     with ZipFile(file, "w", ZIP_STORED) as archive:
         archive.comment = BUNDLE_FORMAT.encode()
         for name, content in sorted(contents.items()):
@@ -121,13 +125,6 @@ def _write(file: Path, members: dict[str, Content]) -> None:
             info.create_system, info.external_attr = 3, _PLAIN_FILE  # as on Linux, wherever it is written
             with _open(content) as source, archive.open(info, "w", force_zip64=True) as member:
                 shutil.copyfileobj(source, member, 1 << 20)
-
-
-def _manifest(members: dict[str, Content]) -> Iterator[str]:
-    """The lines of MANIFEST."""
-    for name, content in sorted(members.items()):
-        with _open(content) as source:
-            yield f"{hashlib.file_digest(source, 'sha256').hexdigest()}  {name}\n"
 
 
 _DESCRIBED = {

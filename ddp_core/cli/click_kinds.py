@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 from click.core import ParameterSource
 
-from ddp_core.base.errors import UserError, near_names, nearest_name
+from ddp_core.base.errors import near_names
 from ddp_core.base.extras import missing
 from ddp_core.base.files import is_address
 
@@ -34,7 +34,6 @@ class RunPath(click.Path):
         self._options = options
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The local path. Raises UserError."""
         if not is_address(value):
             return super().convert(value, param, ctx)
         from ddp_core.remote import brought
@@ -136,13 +135,11 @@ class Command(click.Command):
         self._make_options = options
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """All parameters, as click asks for them."""
         if self._make_options is not None:
             self.params, self._make_options = [*self._make_options(), *self.params], None
         return super().get_params(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options into the help, by group."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if isinstance(parameter, click.Option) and (row := parameter.get_help_record(ctx)) is not None:
@@ -153,25 +150,12 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """Commands in the order of the code; an unknown command gets an error with the nearest known name."""
+    """Commands in the order of the code."""
 
     command_class = Command
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names for the help."""
         return list(self.commands)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command of that name. Raises UserError for an unknown name."""
-        if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
-            raise UserError(f"{ctx.command_path} has no command {args[0]!r}; {self.hint(ctx, args[0])}")
-        return super().resolve_command(ctx, args)
-
-    def hint(self, ctx: click.Context, name: str) -> str:
-        """What to do about a name that no command has."""
-        return nearest_name(name, self.list_commands(ctx))
 
 
 class OpenGroup(Group):
@@ -185,13 +169,18 @@ class OpenGroup(Group):
         """The names for the help: the own commands first."""
         return [*self.commands, *sorted(_offered().keys() - self.commands.keys())]
 
-    def hint(self, ctx: click.Context, name: str) -> str:
-        """What to do about a name that no command has: without the laboratory, it may be one of its commands."""
-        lab = missing("it may be one of the laboratory's, which", "lab", "ddp_lab")
-        return super().hint(ctx, name) + (f"; {lab}" if lab else "")
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command of that name; without the laboratory, an unknown one may be one of its commands."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            if lab := missing("It may be one of the laboratory's, which", "lab", "ddp_lab"):
+                raise click.UsageError(f"{error.format_message()} {lab}", ctx) from None
+            raise
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name, None for an unknown one."""
         own = super().get_command(ctx, cmd_name)
         if own is None and (entry := _offered().get(cmd_name)) is not None:
             return _Offered(cmd_name, entry)
@@ -210,12 +199,10 @@ class _Offered(click.Command):
         return _summary(self._entry)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Leave the words as they are."""
         ctx.args = args
         return args
 
     def invoke(self, ctx: click.Context) -> int:
-        """Call the function; returns its exit code."""
         return int(self._entry.load()(ctx.args))
 
 

@@ -14,7 +14,7 @@ import click
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.click_kinds import Group, RunPath, asked_in, field_options
-from ddp_core.cli.train_command import IS_OWN_PROCESS, ddp, quiet, require_known
+from ddp_core.cli.train_command import IS_OWN_PROCESS, ddp
 from ddp_core.remote import brought, local
 
 if TYPE_CHECKING:
@@ -33,12 +33,9 @@ def rehearse_(context: click.Context, /, **_: object) -> int:
     one process, and on every layout that fits this machine, where it is killed and resumed; all bits are compared.
     Nothing is written to --output. The exit code is 0 where the long run may be submitted.
     """
-    quiet()
     from ddp_core.cli.train import carry_out
 
-    asked = asked_in(context)
-    require_known(None if asked.record else asked.experiment)
-    new = asked.model_copy(update={"resume": "never"})
+    new = asked_in(context).model_copy(update={"resume": "never"})
     return carry_out(new, context.obj, context.meta.get(IS_OWN_PROCESS, False), is_rehearsal=True)
 
 
@@ -105,7 +102,6 @@ def verify_(run: Path, as_json: bool, **changes: Any) -> int:
     It may be another layout: the exact reduction gives the same weights on all of them. RUN may also be a bundle; this
     runs the code in it.
     """
-    quiet()
     from ddp_core.cli.verify import verify
 
     if not as_json:
@@ -136,7 +132,6 @@ def audit_(run: Path, as_json: bool, **words: Any) -> int:
     was trained with --keep-for-audit, or is a bundle of such a run; this runs the code in it. The exit code is 1 where
     something is not what the record says.
     """
-    quiet()
     from ddp_core.cli.audit import Report, audit
 
     return audit(run, Report(as_json), **words)
@@ -176,7 +171,6 @@ def eval_(context: click.Context, /, run: Path, **changes: Any) -> int:
     The figures have the bits that training gave them, in one process or on the layout that is named. Only settings of
     data and evaluation can be changed. This runs the code that the run has kept.
     """
-    quiet()
     from ddp_core.cli.evaluate import evaluate
 
     return evaluate(run, context.obj, context.meta.get(IS_OWN_PROCESS, False), **changes)
@@ -197,7 +191,6 @@ def bundle(run: Path, target: Path | None) -> int:
     It holds record, metrics, weights, code and package versions; `ddp verify FILE` trains it again elsewhere. Of a run
     with --keep-for-audit also the kept checkpoints, for `ddp audit FILE`.
     """
-    quiet()
     from ddp_core.cli.bundle import make_bundle
 
     return make_bundle(run, target)
@@ -231,7 +224,6 @@ def export_(run: Path, **choices: Any) -> int:
 
     This runs the code that the run has kept.
     """
-    quiet()
     from ddp_core.record.bundles import place_named
     from ddp_core.record.trained import export
 
@@ -254,9 +246,10 @@ def verify_layouts(experiment: str, settings: tuple[str, ...], data_dir: str, de
 
     EXPERIMENT is digits, if none is named.
     """
-    quiet()
-    require_known(experiment)
-    from ddp_core.cli.verify_layouts import compare_layouts
+    from ddp_core.experiment.file import find_experiment
+
+    find_experiment(experiment)  # a typo is answered before torch is loaded, which takes seconds
+    from ddp_core.cli.layouts import compare_layouts
 
     return compare_layouts(experiment, settings, data_dir, device)
 
@@ -312,7 +305,6 @@ def fetch_(name: str, data_dir: str) -> int:
 @click.option("--check", metavar="HOST:PORT", help="Serve nothing; only say whether a rendezvous answers there.")
 def rendezvous(port: int, bind: str | None, check: str | None) -> int:
     """Serve the place where the nodes of a launch meet."""
-    quiet()
     from ddp_core.launch import rendezvous
 
     return rendezvous.check(check) if check else rendezvous.serve(port, bind)

@@ -22,10 +22,7 @@ RunAndRecord = tuple[RunDirectory, Mapping[str, Any]]
 
 
 def compare_runs(places: Sequence[Path], as_json: bool = False, checks: bool = True) -> int:
-    """Print one table per experiment, or all of them as JSON; returns the exit code.
-
-    That is 1 where exact runs have other weights than the promise gives them, unless it is not to be asked (`checks`).
-    """
+    """Print a table per experiment, or JSON of all; returns 1 where exact runs break the promise, if it `checks`."""
 
     def on_bad(directory: RunDirectory, problem: str) -> None:
         if directory.path in places:
@@ -98,10 +95,8 @@ def facts(runs: Sequence[RunAndRecord]) -> dict[str, Any]:
 
 
 def table(runs: Sequence[RunAndRecord], title: str) -> str:
-    """The table of runs of one experiment, with the verdict on their digests below it.
-
-    Columns that tell a reader nothing where all runs are alike are there only where one run has something to say.
-    """
+    """The table of runs of one experiment, with the verdict on their digests below it."""
+    # Columns that tell a reader nothing where all runs are alike are there only where one run has something to say.
     sharded = any(record["layout"].get("shard", "none") != "none" for _, record in runs)
     in_part = any(how_compared(record) in ("sample", "random") for _, record in runs)
     own = own_figures(record.get("result") or {} for _, record in runs)[:MOST]

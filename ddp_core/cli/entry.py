@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ddp_core.base.ending import said_by
-from ddp_core.base.errors import UserError, near_names
+from ddp_core.base.errors import UserError
 from ddp_core.base.process import leave_first_process, make_patient
 from ddp_core.cli.click_kinds import asked_in, meant_by
 from ddp_core.cli.train_command import IS_OWN_PROCESS, ddp, train_
@@ -73,11 +73,9 @@ def asked_by(words: Sequence[str]) -> Asked:
 def _in_one_line(error: click.UsageError) -> UserError:
     """The UserError for words that click does not accept."""
     where = error.ctx.command_path if error.ctx else "ddp"
-    if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+    if isinstance(error, click.NoSuchOption) and error.ctx is not None and where == "ddp train":
         options = [each for each in error.ctx.command.get_params(error.ctx) if isinstance(each, click.Option)]
         known = [word for option in options if not option.hidden for word in option.opts]
-        near = near_names(error.option_name, known)
-        meant = meant_by(error.option_name, known) if where == "ddp train" else near[0] if near else None
-        if meant is not None:
+        if (meant := meant_by(error.option_name, known)) is not None:
             return UserError(f"no such option {error.option_name}; did you mean {meant}?")
     return UserError(f"{error.format_message().rstrip('.')} (see `{where} --help`)")

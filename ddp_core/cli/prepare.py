@@ -73,11 +73,7 @@ def prepare(asked: Asked, command: str, can_hold: Callable[[Numerics], bool] = h
 
 
 def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: Path | None = None) -> LoadedExperiment:
-    """The experiment with its builders' defaults written out and `--set` applied. Raises UserError.
-
-    With `record_file`, a run.json, the experiment is the one recorded there, with the settings applied. Its file then
-    gives the functions only, and imports the modules that the run has kept.
-    """
+    """The experiment, or that of `record_file` (a run.json), with defaults written out and `--set` applied."""
     if record_file is None:
         loaded = load_experiment(name_or_path)
         experiment = _with_settings(loaded, loaded.experiment, settings, is_complete=False)
@@ -87,6 +83,7 @@ def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: 
     from ddp_core.record.recorded import recorded_experiment
 
     record = RunDirectory(record_file.parent).read()
+    # Its file gives the functions only, and imports the modules that the run has kept.
     # Absolute, because a worker may start in another folder.
     folder = record_file.parent.absolute() / record["source"]["folder"]
     served = Served(str(folder), record["source"]["modules"])
@@ -191,10 +188,6 @@ def check_request(request: Request, only_look: bool = False) -> None:
         )
     if options.cuda_graph:
         _check_graph(request)
-    if request.resume not in ("auto", "never") and not (Path(request.resume) / "run.json").exists():
-        raise UserError(
-            f"--resume {request.resume}: no run directory there (it has no run.json); use auto, never, or a run's path"
-        )
     _check_fork(request)
     given = request.asked.init_from
     if given is not None and request.resume == "never" and not Path(given).exists():
@@ -228,8 +221,6 @@ def _check_fork(request: Request) -> None:
             f"--fork begins a new run, and --resume {request.resume} continues that one: give one of them "
             "(--resume auto continues a fork that was stopped)"
         )
-    if not (Path(asked.fork) / "run.json").exists():
-        raise UserError(f"--fork {asked.fork}: no run directory there (it has no run.json)")
 
 
 def _check_graph(request: Request) -> None:

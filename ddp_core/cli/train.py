@@ -54,6 +54,8 @@ def carry_out(
     `words`: the command line without `ddp`. `is_own_process`: whether this process ends with the command.
     `evaluated`: called once torch may be loaded; the weights that it names are evaluated, and nothing is trained.
     """
+    if asked.record is None:
+        find_experiment(asked.experiment)  # a typo is answered before torch is loaded, which takes seconds
     world = World.from_environment()
     numerics = EarlyNumerics(asked, words, is_own_process)
     asked, is_host = follow_launcher(asked, world, node_here())
@@ -73,7 +75,7 @@ def carry_out(
         request = replace(request, evaluated=evaluated())
     numerics.start_anew_unless(request.options.numerics)
     if is_rehearsal:
-        from ddp_core.cli.rehearse import rehearse
+        from ddp_core.cli.layouts import rehearse
 
         return rehearse(request)
     train = partial(_train, request, world, is_host)
@@ -121,10 +123,8 @@ def _train(request: Request, world: World, is_host: bool) -> int:
 
 
 def require_free(asked: Asked, world: World) -> None:
-    """Refuse early, before torch is loaded, where another process has the run directory or the port.
-
-    Either may still be taken a moment later: the run itself asks again, and then keeps both.
-    """
+    """Refuse early, before torch is loaded, where another process has the run directory or the port."""
+    # Either may still be taken a moment later: the run itself asks again, and then keeps both.
     if world.serves_store and asked.layout == "ddp":
         assert world.store_port is not None
         address = address_served(str(world.store_host))
@@ -212,13 +212,11 @@ def in_store(asked: Asked) -> Asked:
 
 
 class EarlyNumerics:
-    """The numerics of this process: set as expected before torch is loaded, and put right once the request is known.
+    """The numerics of this process: set as expected before torch is loaded, and put right once the request is known."""
 
-    The experiment says which numerics it is for, but its file can only be run with torch. So the file's text is first
-    searched for that. Where what is found proves wrong, because the file computes the value perhaps, the process starts
-    itself anew once the request is known. Where the process does not end with the command, its variables stay as they
-    are, and it is not started anew.
-    """
+    # The experiment says which numerics it is for, but its file can only be run with torch. So the file's text is first
+    # searched for that. Where what is found proves wrong, because the file computes the value perhaps, the process
+    # starts itself anew. Where it does not end with the command, its variables stay as they are, and it is not.
 
     def __init__(self, asked: Asked, words: Sequence[str], is_own_process: bool) -> None:
         # Workers must not inherit the variable: they may have to be started anew themselves.

@@ -49,23 +49,17 @@ def ddp(context: click.Context) -> int:
     """Data-parallel training in PyTorch: the same weights on every layout."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
+    elif context.invoked_subcommand in ddp.commands:  # those of other packages speak for themselves
+        _quiet()
     return ExitCode.BAD_INPUT  # where there is no command; otherwise the command's own exit code counts
 
 
-def quiet() -> None:
+def _quiet() -> None:
     """Silence libraries; must be called before torch is imported."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     warnings.simplefilter("ignore")
-
-
-def require_known(experiment: str | None) -> None:
-    """Answer a typo before torch is loaded, which takes seconds. Raises UserError where there is no such experiment."""
-    from ddp_core.experiment.file import find_experiment
-
-    if experiment is not None:
-        find_experiment(experiment)
 
 
 @ddp.command("train", options=field_options, epilog=_EXAMPLES)
@@ -78,11 +72,8 @@ def train_(context: click.Context, /, **_: object) -> int:
     layout says where: in one process (single), on several devices of one process (dp), or in a process for each device
     (ddp). The result does not depend on the layout.
     """
-    quiet()
     from ddp_core.cli.train import carry_out
     from ddp_core.distributed.reports import stop_with_caller
 
     stop_with_caller()
-    asked = asked_in(context)
-    require_known(None if asked.record else asked.experiment)
-    return carry_out(asked, context.obj, context.meta.get(IS_OWN_PROCESS, False))
+    return carry_out(asked_in(context), context.obj, context.meta.get(IS_OWN_PROCESS, False))

@@ -169,10 +169,8 @@ def _follow(words: list[str], variables: Mapping[str, str]) -> tuple[int, Iterab
 
 
 def _lines_of(descriptor: int) -> Iterator[str]:
-    """The lines that come through a pipe.
-
-    It waits in pieces: Python calls no signal handler before a read ends, where the signal came just before the read.
-    """
+    """The lines that come through a pipe."""
+    # It waits in pieces: Python calls no signal handler before a read ends, where the signal came just before the read.
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
     ready, text, is_open = select.poll(), "", True
     ready.register(descriptor)

@@ -39,18 +39,19 @@ _OWN = {"samebits": "ddp_core", "samebits-lab": "ddp_lab"}
 
 
 def verify(named: Path, rebuild: bool = False, **where: Any) -> int:
-    """Repeat a run, or a bundle of one, on its layout or another; returns 0 if all that is compared has the same bits.
-
-    That is the weights, their average, and where the promise covers it the optimizer's state and the last evaluation.
-    """
+    """Repeat a run, or a bundle of one, on its layout or another; returns 0 if all that is compared is the same."""
+    # That is the weights, their average, and where the promise covers it the optimizer's state and the last evaluation.
     try:
         if rebuild:
             return _verify_rebuilt(named, where)
         with run_in(named, lambda what, line: print(line if what == "code" else f"{what}: {line}", flush=True)) as path:
             return _verify(path, **where)
     except ChangedBundle as changed:
-        print(f"different bundle: {shown(str(changed))}. Nothing was trained.")
-        return DIFFERENT
+        different = f"different bundle: {changed}"
+    except Different as difference:
+        different = str(difference)
+    print(f"{shown(different)}. Nothing was trained.")
+    return DIFFERENT
 
 
 def _verify(path: Path, **words: Any) -> int:
@@ -65,14 +66,10 @@ def _verify(path: Path, **words: Any) -> int:
         raise UserError(f"{path} used the plain reduction, whose bits depend on the layout; verify it without --layout")
     if (what := what_broke_it(record)) is not None:
         print(f"note: {what}. The run went on all the same, and its weights are not promised to come out again")
-    try:
-        line = _line_of(directory, record)
-        asked = [checked(run, of, where) for run, of in line]
-        if (exchanged := exchanged_weights(path, record)) is not None:
-            raise Different(f"different file: {exchanged} holds other weights than the record says")
-    except Different as difference:
-        print(f"{shown(str(difference))}. Nothing was trained.")
-        return DIFFERENT
+    line = _line_of(directory, record)
+    asked = [checked(run, of, where) for run, of in line]
+    if (exchanged := exchanged_weights(path, record)) is not None:
+        raise Different(f"different file: {exchanged} holds other weights than the record says")
     with Children("ddp-verify-") as children:
         parent: RunDirectory | None = None
         forks = [of["forked_from"] for _, of in line[1:]]
@@ -213,11 +210,9 @@ def _first_difference(ours: RunDirectory, theirs: RunDirectory) -> str:
 
 
 def _verify_rebuilt(bundle: Path, where: Mapping[str, Any]) -> int:
-    """Verify the bundle in a new environment, made by uv from its pins; returns what `ddp verify` ended with there.
-
-    What is installed must be what was there: each package in its version, with the files of its wheel. The package
-    samebits itself, where the run had it from no index, is lent by the environment that this is called in.
-    """
+    """Verify the bundle in a new environment, made by uv from its pins; returns what `ddp verify` ended with there."""
+    # What is installed must be what was there: each package in its version, with the files of its wheel. The package
+    # samebits itself, where the run had it from no index, is lent by the environment that this is called in.
     uv = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if uv is None:
         raise UserError(needs("--rebuild", "uv", "uv"))

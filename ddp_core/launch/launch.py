@@ -80,25 +80,23 @@ def _launch_elastic(request: Request, meeting: Meeting, file: str, entry: Entry,
 
 def _run_until_met(request: Request, meeting: Meeting, run_node: Callable[[], int]) -> int:
     """Run this node again when it has lost the rendezvous, without which no agent goes on; for half a minute in all."""
-    pauses = [1.0, 2.0, 4.0, 8.0, 16.0] if meeting.endpoint is not None and request.options.max_restarts else []
-    for pause in pauses:
+    pauses = iter((1, 2, 4, 8, 16) if meeting.endpoint is not None and request.options.max_restarts else ())
+    while True:
         try:
             return run_node()
         except RendezvousLost as lost:
+            if (pause := next(pauses, None)) is None:
+                raise UserError(
+                    f"{lost}: start `ddp rendezvous --port PORT` there (or the first node again, where that node "
+                    "serves it), or mend --rdzv-endpoint",
+                    lost.exit_code,
+                ) from None
             if _is_completed(request, meeting):
                 return ExitCode.DONE
-            tell_user(f"{lost}; trying again in {pause:.0f} s")
+            tell_user(f"{lost}; trying again in {pause} s")
         # What is left of the rendezvous has a thread, which must not be the one to clear it away, and perhaps a port.
         gc.collect()
         time.sleep(pause)
-    try:
-        return run_node()
-    except RendezvousLost as lost:
-        raise UserError(
-            f"{lost}: start `ddp rendezvous --port PORT` there (or the first node again, where that node serves it), "
-            "or mend --rdzv-endpoint",
-            lost.exit_code,
-        ) from None
 
 
 def _is_completed(request: Request, meeting: Meeting) -> bool:
@@ -110,10 +108,8 @@ def _is_completed(request: Request, meeting: Meeting) -> bool:
 
 
 def _require_completed(request: Request, meeting: Meeting) -> None:
-    """Raises UserError where the run of this launch is not completed though every worker has ended with 0.
-
-    Its record is asked, which another node may have on a disk of its own alone: then that node asks it.
-    """
+    """Raises UserError where the run of this launch is not completed though every worker has ended with 0."""
+    # Its record is asked, which another node may have on a disk of its own alone: then that node asks it.
     until = time.monotonic() + (_OUTDATED_SECONDS if meeting.max_nodes > 1 else 0)
     while not _is_completed(request, meeting):
         directory = _run_of(request, meeting)
@@ -151,14 +147,11 @@ def _run_of(request: Request, meeting: Meeting) -> RunDirectory | None:
 
 
 def with_recovery(request: Request, most_nodes: int) -> Request:
-    """The request with the recovery that it can have, `live` or `restart`, on up to `most_nodes` nodes.
-
-    `auto` becomes a restart wherever the workers cannot go on without a lost one, where nobody would be left, and where
-    going on is not known to be wanted: with callbacks, which may be told of a step once more, and on GPUs, where it has
-    not run over NCCL. A live one becomes a restart, and the user is told, with shards. Raises UserError (2) where it
-    cannot be had for another reason.
-    """
-    layout, options, recovery = request.layout, request.options, "restart"
+    """The request with the recovery that it can have on so many nodes at most. Raises UserError (2) for a wrong one."""
+    # `auto` becomes a restart wherever the workers cannot go on without a lost one, where nobody would be left, and
+    # where going on is not known to be wanted: with callbacks, which may be told of a step once more, and on GPUs,
+    # where it has not run over NCCL. A live one becomes a restart, and the user is told, with shards.
+    layout, options = request.layout, request.options
     if options.recovery == "restart":
         return request
     obstacles = {
@@ -167,22 +160,20 @@ def with_recovery(request: Request, most_nodes: int) -> Request:
     }
     found = next((words for words, is_so in obstacles.items() if is_so), None)
     if options.recovery == "auto":
-        is_meant = (
-            layout.device == "cpu"
+        is_live = (
+            found is None
+            and layout.shard == "none"
+            and layout.device == "cpu"
             and most_nodes * layout.nproc_per_node > 1
             and options.max_restarts > 0
             and request.evaluated is None
             and not request.loaded.namespace.get("callbacks")
         )
-        if is_meant and found is None and layout.shard == "none":
-            recovery = "live"
     elif found is not None:
         raise UserError(f"--recovery live cannot be had here: {found}; use --recovery restart")
-    elif layout.shard == "none":
-        return request
-    else:
+    elif not (is_live := layout.shard == "none"):
         tell_user(
             f"--recovery live: with --shard {layout.shard} each part is on one rank alone, and is lost with it; where "
             "a rank is lost, all start again from the newest checkpoint, as with --recovery restart"
         )
-    return replace(request, options=options.model_copy(update={"recovery": recovery}))
+    return replace(request, options=options.model_copy(update={"recovery": "live" if is_live else "restart"}))

@@ -47,11 +47,7 @@ _OF_ONE_NODE = {"data_dir", "faults", "log_to", "output", "profile", "workers"}
 
 
 def own_address(meeting: Meeting) -> str:
-    """The address by which peers reach this node: the one that it would use towards the rendezvous.
-
-    The host of the rendezvous may know its own name as a loopback address, as Debian does: it takes the address that it
-    would use towards another network, if there is any.
-    """
+    """The address by which peers reach this node: the one that it would use towards the rendezvous."""
     if meeting.endpoint is None:
         return _LOOPBACK
     host, _, port = meeting.endpoint.rpartition(":")
@@ -62,6 +58,8 @@ def own_address(meeting: Meeting) -> str:
     except OSError as error:
         # A container's name is known only while it runs, and a node that is cut off knows none: both may come back.
         raise RendezvousLost(meeting.endpoint, error) from None
+    # The host of the rendezvous may know its own name as a loopback address, as Debian does: it takes the address that
+    # it would use towards another network, if there is any.
     if meeting.is_host and names_loopback(host, address):
         with contextlib.suppress(OSError):
             return address_towards(_ELSEWHERE)
@@ -105,10 +103,7 @@ def join(meeting: Meeting, address: str, join_seconds: int) -> RendezvousHandler
 
 
 def reach(meeting: Meeting) -> TCPStore:
-    """The store at which the nodes of this launch meet; as the host, or with no endpoint, it is made here.
-
-    Raises RendezvousLost, and UserError (4) where the host's port is in use.
-    """
+    """The store where the nodes meet; a host makes it, or one alone. Raises RendezvousLost, and UserError (4)."""
     try:
         if meeting.endpoint is None:
             return store_on(listen_at(_LOOPBACK, 0), _READ_SECONDS)
@@ -174,11 +169,9 @@ def require_same_request(nodes: WorkerGroup, facts: Mapping[str, str], compared:
 
 @contextlib.contextmanager
 def leaves_when_cut_off(endpoint: str | None, patience: float, end_workers: Callable[[], None]) -> Iterator[None]:
-    """While in the block, ends this process with 6 when nothing answers at `endpoint` for `patience` seconds.
-
-    torch's store has no time limit for an answer that never comes. It notices at once a connection that is closed, but
-    on a node that is cut off from the network the agent would wait for ever, and its workers with it.
-    """
+    """While in the block, ends this process with 6 when nothing answers at `endpoint` for `patience` seconds."""
+    # torch's store has no time limit for an answer that never comes. It notices at once a connection that is closed,
+    # but on a node that is cut off from the network the agent would wait for ever, and its workers with it.
     if endpoint is None:
         yield
         return

@@ -114,13 +114,22 @@ class Nursery:
 
 
 class ForkedWorker:
-    """A process that the nursery has started, with the methods of subprocess.Popen that the launcher needs."""
+    """A process that the nursery has started, as the launcher needs a Popen, and torch's agent a SubprocessHandler."""
 
     def __init__(self, pid: int, nursery: Nursery) -> None:
         self.pid = pid
         """Also the number of its process group."""
         self.returncode: int | None = None
         self._nursery = nursery
+
+    @property
+    def proc(self) -> ForkedWorker:
+        return self
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """Signal the whole process group, as torch's does."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, death_sig or signal.SIGTERM)
 
     def poll(self) -> int | None:
         """The exit code, minus the signal's number where one has killed it; None while it runs."""
@@ -221,21 +230,9 @@ def started_by(
         if nursery is None:
             return usual(args=args, env=env, **others)
         try:
-            return _Handler(nursery.start(words, {**os.environ, **env}))
+            return nursery.start(words, {**os.environ, **env})
         except OSError:
             # The nursery was killed, perhaps because memory ran out.
             return usual(args=args, env=env, **others)
 
     return starting_workers_by(start)
-
-
-class _Handler:
-    """A worker in the place of torch's SubprocessHandler."""
-
-    def __init__(self, worker: ForkedWorker) -> None:
-        self.proc = worker
-
-    def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Signal the whole process group, as torch's does."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.proc.pid, death_sig or signal.SIGTERM)

@@ -20,10 +20,8 @@ _PING = struct.pack("=BI", 13, 0x5A17)
 
 
 def serve(port: int, bind: str | None = None) -> int:
-    """Serve the store until SIGTERM or SIGINT, at one address of this machine or, where none is given, at every one.
-
-    Whoever reaches the port can write to the store, and agents unpickle what they find there: private networks only.
-    """
+    """Serve the store until SIGTERM or SIGINT, at one address of this machine or, where none is given, at every one."""
+    # Whoever reaches the port can write to the store, and agents unpickle what they find there: private networks only.
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -49,11 +47,9 @@ def serve(port: int, bind: str | None = None) -> int:
 
 
 def check(endpoint: str) -> int:
-    """0 where a store answers at HOST:PORT within three seconds. Raises UserError (6) otherwise.
-
-    It says to the store what a client of torch says first, without torch: a health check that loads torch takes two
-    seconds of a processor, which a busy machine does not have.
-    """
+    """0 where a store answers at HOST:PORT within three seconds. Raises UserError (6) otherwise."""
+    # It says to the store what a client of torch says first, without torch: a health check that loads torch takes two
+    # seconds of a processor, which a busy machine does not have.
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(f"--check {endpoint}: expected HOST:PORT")
@@ -79,8 +75,6 @@ def _address_of(name: str) -> str:
 
 
 def _hurry_look_ups() -> None:
-    """Do not wait long for a name server: torch asks for the name of each address, for ten seconds if none answers.
-
-    The variable stands for `options` in resolv.conf. Only these two commands set it, which look up nothing else.
-    """
+    """Do not wait long for a name server: torch asks for the name of each address, for ten seconds if none answers."""
+    # The variable stands for `options` in resolv.conf. Only these two commands set it, which look up nothing else.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

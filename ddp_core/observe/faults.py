@@ -126,10 +126,7 @@ class FaultScript(StepObserver):
         return [fault for fault in self._faults if fault.step == step and fault.kind in kinds]
 
     def _flip_gradients(self, fault: Fault) -> None:
-        """Flip a bit of the last trained parameter's gradient in the next backward, or where it goes on, in every one.
-
-        Other replicas of the model, which share the hooks on its weights, are not hit.
-        """
+        """Flip a bit of the last trained parameter's gradient in the next backward, or, where it goes on, in each."""
         has_struck = False
 
         def changed(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -155,10 +152,8 @@ class FaultScript(StepObserver):
 
 @torch.no_grad()
 def with_flipped_bit(tensor: Tensor) -> Tensor:
-    """A copy in which the element that is largest, whatever its sign, has the highest bit of its fraction flipped.
-
-    So the number stays finite, and no sum with others swallows the change.
-    """
+    """A copy in which the element that is largest, whatever its sign, has the highest bit of its fraction flipped."""
+    # So the number stays finite, and no sum with others swallows the change.
     copy = tensor.detach().clone()
     if not copy.numel():
         return copy

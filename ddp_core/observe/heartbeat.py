@@ -118,11 +118,9 @@ class Heartbeat(StepObserver):
             self._sequence += 1
 
     def speed(self) -> dict[str, float]:
-        """Median, mean and 95th percentile of this rank's own seconds per step; empty before the second step.
-
-        The mean leaves out the slowest twentieth, so that one slow step does not make a rank look slow. A node with too
-        little processor time stalls in every second or third step, which the mean shows and the median does not.
-        """
+        """Median, mean and 95th percentile of this rank's own seconds per step; empty before the second step."""
+        # The mean leaves out the slowest twentieth, so that one slow step does not make a rank look slow. A node with
+        # too little processor time stalls in every second or third step, which the mean shows and the median does not.
         if len(self._own_seconds) < 2:
             return {}
         values = sorted(self._own_seconds)
@@ -163,10 +161,8 @@ def clear_heartbeats(directory: Path) -> None:
 
 
 def renew_heartbeat(directory: Path, world: World) -> None:
-    """Renew this rank's heartbeat without a step, and note in it that this rank has noticed the loss of a peer.
-
-    With that note no other rank takes this rank for the lost one, even if this rank ends now.
-    """
+    """Renew this rank's heartbeat without a step, and note in it that this rank has noticed the loss of a peer."""
+    # With that note no other rank takes this rank for the lost one, even if this rank ends now.
     path = directory / "heartbeats" / f"rank-{world.rank}.json"
     with contextlib.suppress(OSError, BadDocument):
         beat = read_document(path, Beat)
@@ -175,11 +171,9 @@ def renew_heartbeat(directory: Path, world: World) -> None:
 
 
 def name_lost_peer(directory: Path, world: World, message: str) -> str:
-    """The ranks that are likely gone, in words; 'a peer' where nothing tells which.
-
-    Looked for in this order: the ranks of this host whose process is dead or stopped; the rank that has been silent for
-    longest; the ranks at the address in `message`, the error of a collective.
-    """
+    """The ranks that are likely gone, in words; 'a peer' where nothing tells which."""
+    # Looked for in this order: the ranks of this host whose process is dead or stopped; the rank that has been silent
+    # for longest; the ranks at the address in `message`, the error of a collective.
     others = [beat for beat in read_heartbeats(directory) if beat["rank"] != world.rank]
     if not others:
         return "a peer"
@@ -203,10 +197,8 @@ def name_lost_peer(directory: Path, world: World, message: str) -> str:
 
 
 def _lost_here(directory: Path, beats: list[Beat]) -> str | None:
-    """The ranks among `beats` whose process is stopped or dead, in words; not those that noticed the loss and left.
-
-    Looks again for half a second, because a dying process closes its connections before it is dead.
-    """
+    """The ranks among `beats` whose process is stopped or dead, in words; not those that noticed the loss and left."""
+    # Looks again for half a second, because a dying process closes its connections before it is dead.
     deadline = time.monotonic() + _DYING_SECONDS
     while beats and time.monotonic() < deadline:
         states = {beat["rank"]: state_of(beat["pid"]) for beat in beats}
@@ -221,10 +213,7 @@ def _lost_here(directory: Path, beats: list[Beat]) -> str | None:
 
 
 def slowest(speeds: list[tuple[int, int, dict[str, float]]]) -> str | None:
-    """A line about the slowest rank, where it takes 1.5 times as long as the others; None otherwise.
-
-    `speeds` holds (rank, node_rank, speed) of every rank.
-    """
+    """A line about the slowest of (rank, node_rank, speed), if it takes 1.5 times as long as the others; else None."""
     known = [(rank, node, speed) for rank, node, speed in speeds if speed]
     if len(known) < 2:
         return None
@@ -239,12 +228,9 @@ def slowest(speeds: list[tuple[int, int, dict[str, float]]]) -> str | None:
 
 
 def check_health(output: Path, within: float) -> str:
-    """A line about the newest heartbeat of this host's ranks below `output`.
-
-    Raises UserError (6) where that heartbeat is older than `within` seconds. A host without a rank counts as healthy:
-    it is starting up, or has something else to do. Heartbeats from before its machine has started, and of processes
-    that have ended, are none.
-    """
+    """A line about the newest heartbeat of this host's ranks below `output`. Raises UserError (6) where that is old."""
+    # A host without a rank counts as healthy: it is starting up, or has something else to do. Heartbeats from before
+    # its machine has started, and of processes that have ended, are none.
     here = (socket.gethostname(), boot_id())
     found = [beat for run in output.glob("*/*/heartbeats") for beat in read_heartbeats(run.parent)]
     beats = [beat for beat in found if (beat["host"], beat.get("boot")) == here and "monotonic" in beat]

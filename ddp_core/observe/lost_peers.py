@@ -54,12 +54,10 @@ class PeersLost(UserError):
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether a collective failed because another process is gone or silent.
-
-    A RuntimeError's words alone do not tell: a data set may lose the connection to its storage, for example. So it must
-    also come from a file in which collectives run. Errors of torch.distributed's own kind count as lost peers, unless
-    NCCL tells of a fault of this process or its machine.
-    """
+    """Whether a collective failed because another process is gone or silent."""
+    # A RuntimeError's words alone do not tell: a data set may lose the connection to its storage, for example. So it
+    # must also come from a file in which collectives run. Errors of torch.distributed's own kind count as lost peers,
+    # unless NCCL tells of a fault of this process or its machine.
     if isinstance(error, PeersLost):
         return True
     if isinstance(error, DistError):

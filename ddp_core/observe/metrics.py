@@ -61,7 +61,6 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     ) -> None:
         self._may_write = may_write
         self._board = board
-        self._path = path
         self._written: set[tuple[str, int]] = set()
         self._file: LineFile | None = None
         if path is not None:
@@ -85,8 +84,8 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         `fields`: what else the line about it says. Returns the newest step that was recorded before.
         """
         newest = 0
-        if self._path is not None:
-            kinds, newest = _near_end(self._path, step)
+        if self._file is not None:
+            kinds, newest = _near_end(self._file.path, step)
             self._written = {(kind, step) for kind in kinds}
         self.write("resume", step=step, **fields)
         return newest
@@ -142,10 +141,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def _near_end(path: Path, step: int) -> tuple[set[str], int]:
-    """The kinds of the records of one step near the end of the file, but for `resume`, and the newest `step` there.
-
-    What was rolled back does not count.
-    """
+    """The kinds of a step's records near the end, but `resume`, and the newest `step`; not what was rolled back."""
     kinds: set[str] = set()
     newest = 0
     with open_file(path) as file:
@@ -213,10 +209,7 @@ class Console:
         """The number of the first step that this process made, and the time of its end in seconds (monotonic clock)."""
 
     def log_to(self, path: Path, may_write: Callable[[], None] = lambda: None) -> None:
-        """Also write the printed lines to this file.
-
-        `may_write` is called before each line, and raises where another process has taken the run over.
-        """
+        """Also write the printed lines to this file; `may_write` is called before each, and raises if it must not."""
         self._may_write = may_write
         # A file's name may hold bytes that are no UTF-8.
         self._log = LineFile(path, errors="surrogateescape")
@@ -230,10 +223,8 @@ class Console:
         self._print(f"{self._prefix}warning: {text}", sys.stderr)
 
     def progress(self, step: int, total: int, loss: float) -> None:
-        """Show how far the run is; to be called after every step.
-
-        On a terminal this is a bar. Elsewhere it is a line, but only when nothing was printed for a minute.
-        """
+        """Show how far the run is; to be called after every step."""
+        # On a terminal this is a bar. Elsewhere it is a line, but only when nothing was printed for a minute.
         if not self._is_first:
             return
         now = time.monotonic()

@@ -35,7 +35,7 @@ class UnknownOperations(StepObserver):
         self._profiler = profiler
 
     def after_step(self, batch: StepBatch) -> None:
-        profiler = self._ended()
+        profiler = self.close()
         if profiler is None:
             return
         found = profiler.kineto_results
@@ -47,11 +47,8 @@ class UnknownOperations(StepObserver):
                 "(docs/reference/portable-numerics.md#operations)"
             )
 
-    def close(self) -> None:
-        """End the profiler, if a step was not finished."""
-        self._ended()
-
-    def _ended(self) -> torch.autograd.profiler.profile | None:
+    def close(self) -> torch.autograd.profiler.profile | None:
+        """End the profiler and return it, if there is one: also where a step was not finished."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.__exit__(None, None, None)

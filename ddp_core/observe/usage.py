@@ -85,10 +85,8 @@ class Usage:
             self._asks_driver = False
 
     def step_done(self) -> None:
-        """Note the peak of memory after the first steps: later, evaluations and saves have their part in it.
-
-        The second step has what the first one's update makes, the optimizer's state.
-        """
+        """Note the peak of memory after the first steps: later, evaluations and saves have their part in it."""
+        # The second step has what the first one's update makes, the optimizer's state.
         self._steps += 1
         if self._steps <= _FIRST_STEPS:
             self._step_memory = max(self._memory_at_start, _peak_memory(self._device))
@@ -132,10 +130,8 @@ def of_all(parts: list[RankTotals]) -> Totals:
 
 
 def _processor_seconds() -> tuple[float, float]:
-    """Processor time of everything on this machine, and of this process with its descendants, living or ended.
-
-    The machine's has also the time that its hypervisor gave to other machines.
-    """
+    """Processor time of everything on this machine, and of this process with its descendants, living or ended."""
+    # The machine's has also the time that its hypervisor gave to other machines.
     times: dict[str, float] = psutil.cpu_times()._asdict()
     # Linux counts the time of guests as user time, too.
     machine = sum(seconds for part, seconds in times.items() if part not in ("idle", "iowait", "guest", "guest_nice"))
@@ -147,11 +143,9 @@ def _processor_seconds() -> tuple[float, float]:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Peak bytes: of the device's allocations on CUDA, else of the process's resident memory.
-
-    Resident pages that several processes share (the libraries of workers forked from one process) are divided among
-    these processes.
-    """
+    """Peak bytes: of the device's allocations on CUDA, else of the process's resident memory."""
+    # Resident pages that several processes share (the libraries of workers forked from one process) are divided among
+    # these processes.
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT - _held_by_others()

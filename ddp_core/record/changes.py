@@ -20,7 +20,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import NewFile
 from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.base.refusals import refused
-from ddp_core.checkpoint import find_checkpoints, read_checkpoint
+from ddp_core.checkpoint import find_checkpoints, load, read_checkpoint
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.data.data_digest import DataDigest, changed_at
 from ddp_core.experiment.kept_source import changed_files, diff, read_source
@@ -159,12 +159,7 @@ def find_fork(request: Request, samples: int) -> RecordedFork:
 
 
 def bring_checkpoint(directory: RunDirectory, fork: RecordedFork) -> None:
-    """Copy the checkpoint of which run.json says as `fork` that the run begins with it, unless the run has checkpoints.
-
-    Raises UserError (3) where the parent's has gone or changed since, and (4) where it cannot be written.
-    """
-    from ddp_core.record.weights import read_weights
-
+    """Copy the fork's checkpoint into the run, unless that has one. Raises UserError (3), and (4) on a full disk."""
     if find_checkpoints(directory.checkpoints):
         return
     source = next(
@@ -189,20 +184,12 @@ def bring_checkpoint(directory: RunDirectory, fork: RecordedFork) -> None:
                 new.rename()
     except OSError as error:
         raise refused(error, directory.checkpoints) from None
-    copied = read_checkpoint(directory.checkpoints / source.manifest.name, sha256=source.sha256)
-    if weights_digest(read_weights(copied.path)) != fork["weights_sha256"]:
-        raise UserError(
-            f"the checkpoint of step {fork['step']} of {fork['run']} has changed since this run branched off",
-            ExitCode.NO_CHECKPOINT,
-        )
+    # It holds what it held when the run was begun: the manifest is that one, and each file is as the manifest says.
+    load(read_checkpoint(directory.checkpoints / source.manifest.name, sha256=source.sha256))
 
 
 def _hyperparameters(record: Mapping[str, Any], experiment: Experiment) -> list[str]:
-    """The `hyperparameters` of a RecordedFork; `record` is the parent's.
-
-    Raises UserError where the rate or the schedule differs under a schedule of the experiment's own, whose state holds
-    the rates from before.
-    """
+    """A RecordedFork's `hyperparameters`; `record` is the parent's. Raises UserError for rates of an own schedule."""
     changes = differing(record, experiment)
     rates = [name for name in changes if name.startswith(("optimizer.", "schedule."))]
     if rates and isinstance(experiment.schedule, Component):

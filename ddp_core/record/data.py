@@ -39,32 +39,29 @@ def digest_data(splits: Splits) -> DataDigest:
 def read_on_each_node(
     splits: Splits, collectives: Collectives, known: DataDigest | None
 ) -> tuple[DataDigest | None, list[DataDigest | None]]:
-    """The digest of the files as local rank 0 has read them, and those of all ranks; None for those who read nothing.
-
-    `known`: what this process has read before. Meanwhile all ranks take part in short collectives, because none may
-    take longer than `--timeout`. Raises the first rank's error on every rank.
-    """
+    """The digest of the files, read once a node unless `known`, and all ranks' ones. Raises any error on all ranks."""
+    # Meanwhile all ranks take part in short collectives, because none may take longer than `--timeout`.
     with ThreadPoolExecutor(1) as thread:
         reads = collectives.world.local_rank == 0
-        reading = thread.submit(lambda: known or digest_data(splits)) if reads else None
+        reading = thread.submit(lambda: known or digest_data(splits) if reads else None)
         while True:
-            if reading is not None:
-                wait([reading], _ROUND_SECONDS)
+            wait([reading], _ROUND_SECONDS)
             everyones = collectives.gather(_done(reading))
             if all(is_done for is_done, *_ in everyones):
                 break
     for _, _, failure in everyones:
         if failure is not None:
             raise failure
-    return None if reading is None else reading.result(), [digest for _, digest, _ in everyones]
+    return reading.result(), [digest for _, digest, _ in everyones]
 
 
-def _done(reading: Future[DataDigest] | None) -> tuple[bool, DataDigest | None, BaseException | None]:
+def _done(reading: Future[DataDigest | None]) -> tuple[bool, DataDigest | None, BaseException | None]:
     """Whether all was read that this rank reads, the digest without its parts, and the error."""
-    if reading is None or not reading.done():
-        return reading is None, None, None
+    if not reading.done():
+        return False, None, None
     failure = reading.exception()
-    return True, None if failure else reading.result().without_parts(), failure
+    found = None if failure else reading.result()
+    return True, found and found.without_parts(), failure
 
 
 def agreed_digest(
@@ -90,11 +87,9 @@ def agreed_digest(
 
 
 def keep_digest(directory: Path, before: Mapping[str, Any], digest: DataDigest) -> dict[str, Any]:
-    """The fields of run.json that tell of the data; writes data.json where the digest has parts. Raises UserError (4).
-
-    Data that were the same `before`, in an earlier run.json, are told of as then, since a rank need not have the parts
-    of their digest; and what is random stays so.
-    """
+    """The fields of run.json that tell of the data; writes data.json where there are parts. Raises UserError (4)."""
+    # Data that were the same `before`, in an earlier run.json, are told of as then, since a rank need not have the
+    # parts of their digest; and what is random stays so.
     if before and "data" in before and before["data_sha256"] in (None, digest.sha256):
         return {name: before[name] for name in fields_of(digest)}
     if digest.parts:

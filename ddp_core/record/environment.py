@@ -67,10 +67,8 @@ def describe_environment() -> dict[str, Any]:
 
 @cache
 def describe_code() -> dict[str, Any]:
-    """Version, git commit, and whether the tree was dirty (None: not known); in a container, the image's own.
-
-    As they were at the first call: the process goes on with the code that it has loaded.
-    """
+    """Version, git commit, and whether the tree was dirty (None: not known); in a container, the image's own."""
+    # As they were at the first call: the process goes on with the code that it has loaded.
     facts: dict[str, Any] = {"version": installed("samebits")}
     if "DDP_GIT_COMMIT" in os.environ:
         said = os.environ.get("DDP_GIT_DIRTY")
@@ -100,17 +98,13 @@ def version_line() -> str:
 
 
 def _output_of(*command: str) -> str | None:
-    """What the command printed, stripped; None where the command is missing, failed, or took longer than 5 s.
-
-    Raises UserError (4) where it could not be started because something is lacking, such as processes: this rank would
-    seem to have other code than its peers.
-    """
+    """What the command printed, stripped; None where the command is missing, failed, or took longer than 5 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except subprocess.TimeoutExpired:
         return None
     except OSError as error:
-        if is_lack(error):
+        if is_lack(error):  # else this rank would seem to have other code than its peers
             raise refused(error) from None
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import time
-import weakref
 from pathlib import Path
 from typing import Self
 
@@ -59,8 +58,7 @@ class RunLock:
             self.release()
             raise refused(error, self.path) from error
         # A forked data loader worker that outlives this process would keep the lock, so every fork closes its copy.
-        this = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _forget(this()))
+        os.register_at_fork(after_in_child=self.release)
         return self
 
     def release(self) -> None:
@@ -87,10 +85,8 @@ def is_held(directory: str | Path, patience: float | None = None) -> bool:
 
 
 def require_unlocked(directory: Path) -> None:
-    """Raises UserError (2), naming the holder, where another process runs in `directory`.
-
-    Waits half a second for a lock that may be left of a killed run; not where the process that it names lives here.
-    """
+    """Raises UserError (2), naming the holder, where another process runs in `directory`."""
+    # A lock that may be left of a killed run is waited for; not where the process that it names lives here.
     path = directory / _NAME
     holder = _holder(path)
     lives_here = holder and holder["host"] == socket.gethostname() and state_of(holder["pid"]) != "gone"
@@ -118,8 +114,3 @@ def _holder(path: Path) -> _Holder | None:
         return holder
     except (OSError, BadDocument):
         return None
-
-
-def _forget(lock: RunLock | None) -> None:
-    if lock is not None:
-        lock.release()

@@ -57,10 +57,8 @@ def as_recorded(path: Path, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recorded_experiment(record: Mapping[str, Any]) -> Experiment:
-    """The experiment of a run. Raises UserError, which names each wrong field.
-
-    Earlier versions could name a version of portable numerics in it; the fingerprint says which one the run has.
-    """
+    """The experiment of a run. Raises UserError, which names each wrong field."""
+    # Earlier versions could name a version of portable numerics in it; the fingerprint says which one the run has.
     experiment = record["experiment"]
     if str(experiment.get("numerics")).startswith("portable-"):
         experiment = {**experiment, "numerics": "portable"}
@@ -75,10 +73,7 @@ def not_promised(text: str, options: Options) -> str:
 
 
 def broken_promise(record: Mapping[str, Any]) -> str | None:
-    """`promise broken in step N`, where a check found other bits and the run went on; None where none did.
-
-    The weights of such a run are no reference for any other run.
-    """
+    """`promise broken in step N`, where a check found other bits and the run went on; None where none did."""
     found = record.get("promise_broken")
     return None if not found else f"promise broken in step {found.get('step')}"
 

@@ -132,10 +132,8 @@ def save_weights(state: Mapping[str, Any], path: Path, fence: Fence) -> None:
 
 
 def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict with copies of tensors that share a part of their memory with others: a row, or a transposed one.
-
-    safetensors would leave them out, or refuse all of them, and the file could not be compared with the digest.
-    """
+    """The state dict with copies of tensors that share a part of their memory with others: of a row, say."""
+    # safetensors would leave them out, or refuse all of them, and the file could not be compared with the digest.
     views: dict[int, set[tuple[Any, ...]]] = {}
     for tensor in state.values():
         views.setdefault(tensor.untyped_storage().data_ptr(), set()).add(_view(tensor))

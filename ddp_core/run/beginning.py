@@ -67,15 +67,12 @@ class Prepared:
     usage: Usage | None = None
 
     def prepare(self, request: Request) -> None:
-        """Do before there is a group what needs none, so that the others need not wait for it.
-
-        Metrics that cannot be tried on the CPU are tried in the group.
-        """
+        """Do before there is a group what needs none, so that the others need not wait for it."""
         device = torch.device("cpu")
         with _kernels(request):
             parts = build_parts(request.loaded, Path(request.options.data_dir), device)
             self.splits, self.digest = parts.splits, digest_data(parts.splits)
-            with suppress(Exception):
+            with suppress(Exception):  # metrics that cannot be tried on the CPU are tried in the group
                 _own_metrics(request, parts, device, is_known=False)
                 self.source = collect(request.loaded)
         if request.layout.device == device.type:
@@ -212,11 +209,9 @@ class Facts(NamedTuple):
 
 
 def facts_of_all(collectives: Collectives, ours: Facts) -> list[Facts]:
-    """The facts of all ranks; a collective. Raises UserError, on every rank, where code, request or model differ.
-
-    A rank that could not build the experiment tells what it was started with, too, since that may be why. Raises
-    UserError (6) on the other ranks then. A file that only some ranks have imported is not compared.
-    """
+    """The facts of all ranks; a collective. Raises UserError, on every rank, where code, request or model differ."""
+    # A rank that could not build the experiment tells what it was started with, too, since that may be why. Raises
+    # UserError (6) on the other ranks then. A file that only some ranks have imported is not compared.
     data: Any = ours.data and (ours.data.sha256, ours.data.digest_of, {}, ours.data.sampled)
     # Plain types: ranks with another version of this program must be able to read them.
     told = collectives.gather((dict(ours.named), list(ours.model), data, ours.fingerprint))

@@ -44,11 +44,14 @@ def evaluate_run(request: Request, world: World) -> None:
             name = request.loaded.experiment.data.name
             raise UserError(f"data {name} holds nothing out to evaluate on: give Splits a `test`, or name other --data")
         with closing(build_trainer(_job(request, beginning))) as trainer:
-            digests = _load(trainer, _weights(evaluated), evaluated)
+            run = RunDirectory(Path(evaluated.run))
+            checkpoint = None if evaluated.manifest is None else read_checkpoint(evaluated.manifest)
+            weights = TrainedWeights(run, run.read(), evaluated.step, checkpoint)
+            digests = _load(trainer, weights)
             figures = trainer.evaluator.evaluate()
             problem = None
             if world.is_first:
-                told = _told(request, evaluated, beginning, digests, figures)
+                told = _told(request, evaluated, weights, beginning, digests, figures)
                 _print(told, evaluated.as_json, output)
                 if told["identical"] is False and not told["other_fingerprint"]:
                     problem = f"{_difference(told)}; `ddp verify {evaluated.named}` tells more"
@@ -69,13 +72,7 @@ def _job(request: Request, beginning: Beginning) -> Job:
     )
 
 
-def _weights(evaluated: Evaluated) -> TrainedWeights:
-    run = RunDirectory(Path(evaluated.run))
-    checkpoint = None if evaluated.manifest is None else read_checkpoint(evaluated.manifest)
-    return TrainedWeights(run, run.read(), evaluated.step, checkpoint)
-
-
-def _load(trainer: Trainer, weights: TrainedWeights, evaluated: Evaluated) -> dict[str, str | None]:
+def _load(trainer: Trainer, weights: TrainedWeights) -> dict[str, str | None]:
     """Put the weights into the trainer, if they are the run's; returns their digests by their names in run.json."""
     state, average = trainer.state, trainer.state.average
     if weights.checkpoint is None:
@@ -88,7 +85,7 @@ def _load(trainer: Trainer, weights: TrainedWeights, evaluated: Evaluated) -> di
         state.ownership.load_weights(found["model"])
         if average is not None:
             average.load_state_dict(whole_tensors(found["average"]))
-    state.step = evaluated.step
+    state.step = weights.step
     collectives = trainer.job.collectives
     whole, digest = state.ownership.whole_weights(), None
     if collectives.world.is_first and whole is not None:
@@ -103,13 +100,13 @@ def _load(trainer: Trainer, weights: TrainedWeights, evaluated: Evaluated) -> di
 def _told(
     request: Request,
     evaluated: Evaluated,
+    weights: TrainedWeights,
     beginning: Beginning,
     digests: dict[str, str | None],
     figures: dict[str, Any],
 ) -> dict[str, Any]:
     """What the command tells, in plain JSON types."""
-    run = RunDirectory(Path(evaluated.run))
-    record = run.read()
+    run, record = weights.run, weights.record
     entries = read_metrics(run.metrics, "evaluation")
     recorded = next((entry for entry in reversed(entries) if entry["step"] == evaluated.step), None)
     before = recorded_digest(run.path, record)

@@ -122,11 +122,9 @@ def _checkpointer(record: RunRecord, console: Console) -> Iterator[Checkpointer 
 
 
 def _raise_failed_save(checkpointer: Checkpointer) -> None:
-    """Raise the UserError with which a save in the background has failed, if one has.
-
-    All ranks leave where one of them cannot save its part. A rank may notice that another one has left before it learns
-    that the save has failed, and a lost peer would not tell the user why.
-    """
+    """Raise the UserError with which a save in the background has failed, if one has."""
+    # All ranks leave where one of them cannot save its part. A rank may notice that another one has left before it
+    # learns that the save has failed, and a lost peer would not tell the user why.
     try:
         checkpointer.wait()
     except UserError:

@@ -24,6 +24,7 @@ from ddp_core.base import cuda_driver
 from ddp_core.base.errors import ExitCode
 from ddp_core.base.process import die_with_parent
 from ddp_core.config.layout import Layout
+from ddp_core.distributed.children import error_of
 from ddp_core.distributed.reports import without_caller
 from ddp_core.distributed.world import World, free_port, without_launch
 from ddp_core.experiment.request import Request
@@ -52,7 +53,7 @@ class Repeated:
     code: int
     """0 where it has come to its end."""
     said: str
-    """The last line of the first rank that failed; empty where none has."""
+    """The error that the first rank that failed has told; empty where none has failed."""
     sums: Sequence[Mapping[int, Sums]]
     """By rank, what each step has made of the state, by the number of steps done."""
 
@@ -124,7 +125,9 @@ class Training:
         code, said = ExitCode.DONE.value, ""
         if failed:
             rank = failed[0][1]
-            code, said = int(codes[rank] or 0), _last_line(self._folder / f"rank-{rank}.log")
+            code, log = int(codes[rank] or 0), self._folder / f"rank-{rank}.log"
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+            said = str(error_of(code, lines))
         elif None in codes:
             code, said = ExitCode.PEERS_LOST.value, f"it has not ended within {_LIMIT:.0f} s"
         ranks = range(len(self._processes))
@@ -132,15 +135,6 @@ class Training:
 
     def _codes(self) -> list[int | None]:
         return [each.poll() if isinstance(each, subprocess.Popen) else each.exitcode for each in self._processes]
-
-
-def _last_line(file: Path) -> str:
-    try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
-    except OSError:
-        return ""
-    last = next((line for line in reversed(lines) if line), "")
-    return last.removeprefix("ddp: ").removeprefix("error: ")
 
 
 def _interpreter(words: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:

@@ -75,7 +75,7 @@ def test_every_point_of_a_save_is_passed_in_the_documented_order(tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
-@pytest.mark.parametrize("where", ["free_bytes", "sync"])
+@pytest.mark.parametrize("where", ["shutil.disk_usage", "sync"])
 def test_what_the_disk_refuses_names_the_file_and_what_it_would_have_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, where: str
 ) -> None:

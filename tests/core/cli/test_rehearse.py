@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ddp_core.cli.layouts import _layouts
 from ddp_core.cli.prepare import load_with_settings
-from ddp_core.cli.rehearse import _layouts
 from ddp_core.config.layout import SHARD_MODES, Layout
 from ddp_core.run.rehearsal import fitting
 from tests.core.cli.asking import said

@@ -1,4 +1,4 @@
-"""`ddp verify-layouts`: which layouts it takes, on every shipped experiment."""
+"""`ddp verify-layouts`: which layouts it takes, on every shipped experiment. Tests cli/layouts.py, too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_core.cli.verify_layouts import layouts_for
+from ddp_core.cli.layouts import layouts_for
 from ddp_core.experiment.file import INSTALLED
 from tests.support.commands import ddp
 
