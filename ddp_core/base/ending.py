@@ -26,7 +26,12 @@ def take_off_bar() -> None:
 
 
 def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
-    """Decorate a command's main function: exceptions become messages from `speaker`, and exit codes."""
+    """Decorate a command's main function: exceptions become messages from `speaker`, and exit codes.
+
+    A UserError is printed in one line and gives its own exit code, a missing extra gives 2, what the system refuses
+    gives 4, and an interrupt gives 130. Any other exception is a fault of this program: it is printed with its
+    traceback, and gives 70.
+    """
 
     def decorate(main: Callable[_P, int]) -> Callable[_P, int]:
         @wraps(main)

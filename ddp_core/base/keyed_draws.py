@@ -87,7 +87,11 @@ def key_draws(key: int) -> None:
 
 
 def seed_draws(key: int) -> None:
-    """Seed what this thread draws from here on, also of keys before; what somebody has seeded goes on as it is."""
+    """Seed what this thread draws from here on, as a key would; what somebody has seeded goes on as it is.
+
+    Unlike `key_draws` it seeds the generators that this thread draws from already. Nothing where `watch_draws` was not
+    called.
+    """
     stream = _current()
     chosen = stream.python_chosen, stream.numpy_chosen
     if "random" in _watched and not stream.python_chosen:

@@ -34,7 +34,10 @@ INSTEAD = "raise an ordinary exception to end a run for an error, or make it sho
 
 
 class LeftEarly(Exception):
-    """The user's code raised what ends a program, such as SystemExit; in one line, with what to do instead."""
+    """The user's code raised what ends a program without being an error, such as SystemExit: training is unfinished.
+
+    The message is one line with what was raised, where, and what to do instead.
+    """
 
 
 class RaisedElsewhere(Exception):

@@ -229,7 +229,10 @@ def claims(segments: int) -> list[int]:
 
 
 def replay(directory: RunDirectory, record: Mapping[str, Any], segment: Segment, asked: Asked) -> None:
-    """Train the segment again, and compare its end. Raises Different, and UserError where it cannot be trained."""
+    """Train the segment again as `asked`, and compare the state at its end.
+
+    Raises Different where that is another one than the run has noted, and UserError where it cannot be trained.
+    """
     noted = {state["step"]: state for state in record["kept"]["states"]}
     changes: dict[str, Any] = {"keep_for_audit": None, "guard": "off", "rehearsal": "off", "max_restarts": 0}
     if segment.start:

@@ -22,7 +22,10 @@ RunAndRecord = tuple[RunDirectory, Mapping[str, Any]]
 
 
 def compare_runs(places: Sequence[Path], as_json: bool = False, checks: bool = True) -> int:
-    """Print a table per experiment, or JSON of all; returns 1 where exact runs break the promise, if it `checks`."""
+    """Print one table per experiment, or all of them as JSON; returns the exit code.
+
+    That is 1 where exact runs have other weights than the promise gives them, unless it is not to be asked (`checks`).
+    """
 
     def on_bad(directory: RunDirectory, problem: str) -> None:
         if directory.path in places:

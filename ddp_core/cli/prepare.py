@@ -73,7 +73,11 @@ def prepare(asked: Asked, command: str, can_hold: Callable[[Numerics], bool] = h
 
 
 def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: Path | None = None) -> LoadedExperiment:
-    """The experiment, or that of `record_file` (a run.json), with defaults written out and `--set` applied."""
+    """The experiment with its builders' defaults written out and `--set` applied. Raises UserError.
+
+    With `record_file`, a run.json, the experiment is the one recorded there, with the settings applied. Its file then
+    gives the functions only, and imports the modules that the run has kept.
+    """
     if record_file is None:
         loaded = load_experiment(name_or_path)
         experiment = _with_settings(loaded, loaded.experiment, settings, is_complete=False)

@@ -101,6 +101,8 @@ def _train(request: Request, world: World, is_host: bool) -> int:
                     f"a launcher started {world.world_size} processes, but layout {request.layout.kind} is one "
                     "process; use --layout ddp"
                 )
+            if request.options.recovery == "live":
+                raise UserError("--recovery live needs ddp's own launcher, and another one started this process")
             # Other ranks wait for this one, so there is no time for a rehearsal.
             with vouched_for(request, rehearses=False) if world.is_first else nullcontext():
                 return run_worker(request, world)

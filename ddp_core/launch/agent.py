@@ -249,7 +249,9 @@ def after_failure(codes: Collection[int], reason: str | None, room: bool, restar
 
 
 def would_repeat(code: int) -> bool:
-    """Whether what ended a healthy worker, while a node waits, would only come to the same end with that node."""
-    # A worker may have failed meanwhile: the waiting node may be a peer that lost a worker of ours, and noticed before
-    # this launcher did.
+    """Whether what ended a healthy worker, while a node waits, would only come to the same end with that node.
+
+    A worker may have failed meanwhile: the waiting node may be a peer that lost a worker of ours, and noticed before
+    this launcher did. `code`: that in the most telling report.
+    """
     return code in FINAL - {ExitCode.STOPPED}

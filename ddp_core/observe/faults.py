@@ -126,7 +126,10 @@ class FaultScript(StepObserver):
         return [fault for fault in self._faults if fault.step == step and fault.kind in kinds]
 
     def _flip_gradients(self, fault: Fault) -> None:
-        """Flip a bit of the last trained parameter's gradient in the next backward, or, where it goes on, in each."""
+        """Flip a bit of the last trained parameter's gradient in the next backward, or where it goes on, in every one.
+
+        Other replicas of the model, which share the hooks on its weights, are not hit.
+        """
         has_struck = False
 
         def changed(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:

@@ -141,7 +141,10 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def _near_end(path: Path, step: int) -> tuple[set[str], int]:
-    """The kinds of a step's records near the end, but `resume`, and the newest `step`; not what was rolled back."""
+    """The kinds of the records of one step near the end of the file, but for `resume`, and the newest `step` there.
+
+    What was rolled back does not count.
+    """
     kinds: set[str] = set()
     newest = 0
     with open_file(path) as file:

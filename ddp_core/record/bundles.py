@@ -50,7 +50,10 @@ class Unpacked(NamedTuple):
 
 
 def unpack_bundle(file: Path, folder: Path) -> Unpacked:
-    """Unpack the bundle once each member is known to be as packed. Raises ChangedBundle, and UserError, also (4)."""
+    """Unpack the bundle into the folder, once each member is known to be as it was packed.
+
+    Raises ChangedBundle where one is not; UserError for what is no bundle or could do harm, and (4) for a full disk.
+    """
     try:
         with ZipFile(file) as archive:
             members = _safe_members(file, archive)

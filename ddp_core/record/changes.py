@@ -159,7 +159,10 @@ def find_fork(request: Request, samples: int) -> RecordedFork:
 
 
 def bring_checkpoint(directory: RunDirectory, fork: RecordedFork) -> None:
-    """Copy the fork's checkpoint into the run, unless that has one. Raises UserError (3), and (4) on a full disk."""
+    """Copy the checkpoint of which run.json says as `fork` that the run begins with it, unless the run has checkpoints.
+
+    Raises UserError (3) where the parent's has gone or changed since, and (4) where it cannot be written.
+    """
     if find_checkpoints(directory.checkpoints):
         return
     source = next(
@@ -189,7 +192,11 @@ def bring_checkpoint(directory: RunDirectory, fork: RecordedFork) -> None:
 
 
 def _hyperparameters(record: Mapping[str, Any], experiment: Experiment) -> list[str]:
-    """A RecordedFork's `hyperparameters`; `record` is the parent's. Raises UserError for rates of an own schedule."""
+    """The `hyperparameters` of a RecordedFork; `record` is the parent's.
+
+    Raises UserError where the rate or the schedule differs under a schedule of the experiment's own, whose state holds
+    the rates from before.
+    """
     changes = differing(record, experiment)
     rates = [name for name in changes if name.startswith(("optimizer.", "schedule."))]
     if rates and isinstance(experiment.schedule, Component):

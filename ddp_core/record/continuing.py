@@ -65,9 +65,12 @@ def refused_changes(changes: Mapping[str, Values]) -> str | None:
 
 
 def find_resumable(request: Request, samples: int) -> RunDirectory | None:
-    """The run that `--resume auto` means: the newest unfinished, or one to extend. Raises UserError (2) and (3)."""
-    # One in which a process works would be trained twice in silence. And to start anew would lose in silence the work
-    # of a run that could be meant but has other settings, or checkpoints and no record that says what it is.
+    """The run that `--resume auto` means: the newest unfinished one of this experiment, or a finished one to extend.
+
+    Raises UserError (2) where a process works in that run, which would be trained twice in silence. Raises UserError
+    (3) where a run that could be meant has other settings, or checkpoints but no record that says what it is: to start
+    anew would lose its work in silence.
+    """
     runs = _runs_of(request, partial(_refuse_unrecorded, request))
     unfinished = [directory for directory, record in runs if _is_unfinished(record, request)]
     if unfinished:

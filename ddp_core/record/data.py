@@ -39,8 +39,11 @@ def digest_data(splits: Splits) -> DataDigest:
 def read_on_each_node(
     splits: Splits, collectives: Collectives, known: DataDigest | None
 ) -> tuple[DataDigest | None, list[DataDigest | None]]:
-    """The digest of the files, read once a node unless `known`, and all ranks' ones. Raises any error on all ranks."""
-    # Meanwhile all ranks take part in short collectives, because none may take longer than `--timeout`.
+    """The digest of the files as local rank 0 has read them, and those of all ranks; None for those who read nothing.
+
+    `known`: what this process has read before. Meanwhile all ranks take part in short collectives, because none may
+    take longer than `--timeout`. Raises the first rank's error on every rank.
+    """
     with ThreadPoolExecutor(1) as thread:
         reads = collectives.world.local_rank == 0
         reading = thread.submit(lambda: known or digest_data(splits) if reads else None)

@@ -98,7 +98,11 @@ def version_line() -> str:
 
 
 def _output_of(*command: str) -> str | None:
-    """What the command printed, stripped; None where the command is missing, failed, or took longer than 5 s."""
+    """What the command printed, stripped; None where the command is missing, failed, or took longer than 5 s.
+
+    Raises UserError (4) where it could not be started because something is lacking, such as processes: this rank would
+    seem to have other code than its peers.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except subprocess.TimeoutExpired:

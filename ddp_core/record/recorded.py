@@ -73,7 +73,10 @@ def not_promised(text: str, options: Options) -> str:
 
 
 def broken_promise(record: Mapping[str, Any]) -> str | None:
-    """`promise broken in step N`, where a check found other bits and the run went on; None where none did."""
+    """`promise broken in step N`, where a check found other bits and the run went on; None where none did.
+
+    The weights of such a run are no reference for any other run.
+    """
     found = record.get("promise_broken")
     return None if not found else f"promise broken in step {found.get('step')}"
 

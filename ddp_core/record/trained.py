@@ -213,7 +213,11 @@ def load_model(
 
 
 def export(place: Place, to: str, target: Path | None, at: At = "final", weights: Choice = "auto") -> Path:
-    """Write weights of a run into a new folder, say so, and return the file. Raises UserError, also (3) and (4)."""
+    """Write weights of a run into a new folder `target`, or one named by the experiment, the run and the format `to`.
+
+    Prints what was written, and returns the file. Raises UserError where the format cannot hold these weights, (3)
+    where they are not those of the run, and (4) where nothing can be written.
+    """
     found = weights_at(place, at)
     name = found.record["experiment"]["name"]
     target = target or Path(f"{name}-{place.name}-{to}")

@@ -66,7 +66,10 @@ def exchanged_weights(directory: Path, record: Mapping[str, Any]) -> str | None:
 
 
 def final_weights(directory: Path, record: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """The state dicts of a run's final weights, by file, tied ones by all names. Raises UserError (3) for others."""
+    """The state dicts of the files with a run's final weights, by the file's name; tied weights under all their names.
+
+    Raises UserError (3) where a file holds other weights than the run ended with.
+    """
     found = {}
     for name, state, is_recorded in _states(directory, record):
         if not is_recorded:
@@ -101,7 +104,11 @@ def _whole_state(file: Path) -> dict[str, Tensor]:
 
 
 def find_weights(given: str) -> RecordedWeights:
-    """The weights to start from, of a file or of a run: its final or newest ones. Raises UserError, also (3)."""
+    """The weights to start from, of a file or of a run: its final or newest ones.
+
+    Raises UserError where there are no weights, or the file holds more than tensors; and (3) where those of a finished
+    run are not the ones that it ended with.
+    """
     path = Path(given)
     if path.is_dir():
         run, final = RunDirectory(path), path / WEIGHTS
@@ -132,7 +139,12 @@ def put_weights(model: nn.Module, weights: RecordedWeights) -> None:
 
 
 def fill(model: nn.Module, found: Mapping[str, Tensor], whose: str) -> None:
-    """Load a state dict into the model: also a wrapped or compiled one's, or with tied ones once. Raises UserError."""
+    """Load a state dict into the model: also that of a wrapped or compiled model, or one without second names.
+
+    A tensor that a model has under several names (tied weights) may be there once.
+
+    Raises UserError where the names or shapes are those of another model; its message begins with `whose`.
+    """
     own = model.state_dict()
     if all(name.startswith(_WRAPPED) for name in found) and not any(name.startswith(_WRAPPED) for name in own):
         found = {name.removeprefix(_WRAPPED): value for name, value in found.items()}

@@ -34,7 +34,10 @@ _FORK = multiprocessing.get_context("fork")
 
 @contextlib.contextmanager
 def vouched_for(request: Request, rehearses: bool) -> Iterator[Request]:
-    """A block with the request, rehearsed or not, whose steps can be trained again. UserError (2) for other bits."""
+    """A block with the request, rehearsed if it `rehearses`, in which steps of its run can be trained again.
+
+    Raises UserError (2) where the rehearsal has met other bits, unless the run shall go on all the same.
+    """
     options = request.options
     is_off = "off" in (options.rehearsal, options.guard) or options.reduction != "exact"
     if is_off or request.evaluated is not None or request.is_tried:

@@ -105,7 +105,10 @@ def run(request: Request, world: World, recovery: Recovery) -> None:
 
 
 def _train(request: Request, world: World, stop: StopRequest, listen: Callable[[], object], recovery: Recovery) -> None:
-    """Meet the other workers, build the parts, choose where to start, train, and keep the record (rank 0)."""
+    """Meet the other workers, build the parts, choose where to start, train, and keep the record (rank 0).
+
+    `listen` is called where requests to `stop` begin to be heeded.
+    """
     prepared = recovery.prepared
     with ExitStack() as stack:
         beginning = stack.enter_context(begun(request, world, prepared, recovery.collectives))

@@ -121,6 +121,7 @@ NONSENSE = ("--layout", "ddp", "--set", "nonsense=1")
     ("words", "env", "said"),
     [
         (("train", *TOY, "--layout", "single"), WORLD | {"WORLD_SIZE": "2"}, "--layout ddp"),
+        (("train", *TOY, "--layout", "ddp", "--recovery", "live"), WORLD, "--recovery live needs ddp's own launcher"),
         (("train", *TOY, *TWO_NODES), {}, "--rdzv-endpoint"),
         (("train", *TOY, *NOWHERE), {}, "29400"),
         # The old launcher's argument is taken in both spellings and places.
