@@ -65,34 +65,21 @@ def portable_kernels() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def exact_root(numbers: Tensor) -> Tensor:
-    """The square root of float32, float64 or whole numbers, rounded to the nearest.
+def _root(usual: Kernel, keys: Any, numbers: Tensor, *exponent: Any) -> Any:
+    """The square root, rounded to the nearest, also as the power whose exponent is one half.
 
     Like torch's own, it has the shape and strides of `numbers`, and torch's default dtype for whole numbers.
     """
-    if not numbers.is_floating_point():
-        numbers = numbers.to(torch.get_default_dtype())
+    is_whole = not (numbers.is_floating_point() or numbers.is_complex())
+    kind = torch.get_default_dtype() if is_whole else numbers.dtype
+    if exponent not in _HALF or kind not in _OURS:
+        return usual(keys, numbers, *exponent)
+    numbers = numbers.to(kind)
     roots = torch.empty_like(numbers)
     # A negative number has no root: NaN, without a warning, as from torch.
     with np.errstate(invalid="ignore"):
         np.sqrt(numbers.detach().numpy(), out=roots.numpy())
     return roots
-
-
-def _root(usual: Kernel, keys: Any, numbers: Tensor, *exponent: Any) -> Any:
-    """Both the square root and the power, which is a square root where the exponent is one half.
-
-    `usual` is torch's own kernel.
-    """
-    is_root = exponent in _HALF and _is_ours(numbers)
-    return exact_root(numbers) if is_root else usual(keys, numbers, *exponent)
-
-
-def _is_ours(numbers: Tensor) -> bool:
-    """Whether torch would take the root of these numbers from MKL."""
-    kind = numbers.dtype
-    is_whole = not (kind.is_floating_point or kind.is_complex)
-    return (torch.get_default_dtype() if is_whole else kind) in _OURS
 
 
 _ROOTS: dict[str, Kernel] = {
