@@ -67,16 +67,6 @@ class KeyedBatches(BatchSampler):
             yield known
 
 
-class InSequence(SequentialSampler):
-    """Torch's SequentialSampler, which knows the epoch."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Note the epoch that the next iteration goes through."""
-        self.epoch = epoch
-
-
 def keyed(
     loader: DataLoader[Any], batches: KeyedBatches, seed: int, is_training: Callable[[], bool] | None = None
 ) -> DataLoader[Any]:
@@ -98,7 +88,8 @@ def keyed_in_place(loader: Any, seed: int, is_training: Callable[[], bool] | Non
     if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
         return loader
     own = loader.batch_sampler
-    sampler = InSequence(loader.dataset) if type(own.sampler) is SequentialSampler else own.sampler  # type: ignore[arg-type]
+    is_in_sequence = type(own.sampler) is SequentialSampler  # which does not know the epoch
+    sampler = WholeSteps(loader.dataset, 1, seed, shuffle=False) if is_in_sequence else own.sampler  # type: ignore[arg-type]
     return keyed(loader, KeyedBatches(sampler, own.batch_size, own.drop_last), seed, is_training)
 
 
@@ -246,8 +237,7 @@ def deal(
             " layout: pass shuffle and batch_size to the DataLoader, or "
             "batch_sampler=DealtBatches(sampler, micro_batch, rank, world_size) from ddp_core.adapters.dealing"
         )
-    if getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)):
-        sampler = WholeSteps(loader.dataset, micro_batches * loader.batch_size, seed)  # type: ignore[arg-type]
-    else:
-        sampler = InSequence(loader.dataset)  # type: ignore[arg-type]
-    return keyed(loader, DealtBatches(sampler, loader.batch_size, rank, world_size), seed, is_training)
+    shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
+    step = micro_batches * loader.batch_size if shuffle else 1
+    dealt = DealtBatches(WholeSteps(loader.dataset, step, seed, shuffle), loader.batch_size, rank, world_size)  # type: ignore[arg-type]
+    return keyed(loader, dealt, seed, is_training)

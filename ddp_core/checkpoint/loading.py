@@ -90,12 +90,9 @@ def read_checkpoint(path: str | Path, *, sha256: str | None = None) -> Checkpoin
 def best_checkpoint(directory: str | Path) -> Checkpoint | None:
     """The checkpoint that was saved last with `best=True`; None if there is none, or if it is damaged."""
     step = pointed_step(Path(directory) / "best.json")
-    if step is None:
-        return None
-    try:
-        return _complete(manifest_at(Path(directory), step))
-    except Damaged:
-        return None
+    with contextlib.suppress(Damaged):
+        return None if step is None else _complete(manifest_at(Path(directory), step))
+    return None
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,9 @@ class Ranks:
         try:
             yield ranks
         finally:
-            ranks.end()
+            ending, ranks._group = ranks._group, None
+            if dist.is_initialized():  # else an error has already ended all groups
+                dist.destroy_process_group(ending)
 
     @property
     def is_first(self) -> bool:
@@ -58,12 +60,6 @@ class Ranks:
         dist.broadcast_object_list(box, group=self._group, group_src=0)
         value: Given = box[0]
         return value
-
-    def end(self) -> None:
-        """Destroy the process group, unless an error has already ended all groups."""
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
 
 
 def told(error: Exception, place: str) -> Exception:

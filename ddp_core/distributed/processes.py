@@ -37,10 +37,7 @@ class Process(Protocol):
 
 
 def end_processes(processes: Iterable[Process], number: signal.Signals, patience: float) -> None:
-    """Send each the signal, wait `patience` seconds for all together, kill the rest with their process groups.
-
-    Each process must be the leader of its group.
-    """
+    """Send each, the leader of its group, the signal; kill those left after `patience` seconds with their groups."""
     processes = list(processes)
     for process in processes:
         if is_stopped(process.pid):
@@ -80,25 +77,22 @@ class DiskWaits:
     def found(self, pids: Iterable[int]) -> list[int]:
         """Those that have been found waiting, each time since `seconds` ago or longer; each wait is told once."""
         now = time.monotonic()
-        self._since = {pid: self._since.get(pid, now) for pid in pids if _waits_for_disk(pid)}
+        self._since = {pid: self._since.get(pid, now) for pid in pids if _status(pid) == psutil.STATUS_DISK_SLEEP}
         late = [pid for pid, since in self._since.items() if now - since >= self._seconds]
         self._since |= dict.fromkeys(late, math.inf)
         return late
 
 
-def _waits_for_disk(pid: int) -> bool:
+def _status(pid: int) -> str:
     try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_DISK_SLEEP)
+        return psutil.Process(pid).status()
     except psutil.Error:
-        return False
+        return psutil.STATUS_DEAD
 
 
 def state_of(pid: int) -> str:
     """'running', 'stopped' or 'gone', as this host's kernel sees it."""
-    try:
-        status = psutil.Process(pid).status()
-    except psutil.Error:
-        return "gone"
+    status = _status(pid)
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
         return "gone"
     return "stopped" if status == psutil.STATUS_STOPPED else "running"

@@ -55,7 +55,7 @@ def _inside(place: str) -> str:
 
 def serve_modules(served: Served) -> None:
     """From now on, import these modules from their copies, whatever else lies on the path. Raises UserError."""
-    sys.meta_path.insert(0, _finder(served))
+    sys.meta_path.insert(0, _KeptModules(served))
 
 
 @contextmanager
@@ -63,9 +63,8 @@ def kept_modules(served: Served) -> Iterator[None]:
     """Within the block, import these modules from their copies, even where others of the same name are loaded.
 
     Afterwards sys.modules and sys.path are as before, so that runs with unlike code can be loaded one after the other.
-    Raises UserError.
     """
-    finder, path = _finder(served), list(sys.path)
+    finder, path = _KeptModules(served), list(sys.path)
     before = {name: sys.modules.pop(name) for name in served.modules if name in sys.modules}
     sys.meta_path.insert(0, finder)
     try:
@@ -78,15 +77,11 @@ def kept_modules(served: Served) -> Iterator[None]:
         sys.modules.update(before)
 
 
-def _finder(served: Served) -> _KeptModules:
-    return _KeptModules({name: Path(served.folder) / _inside(place) for name, place in served.modules.items()})
-
-
 class _KeptModules(MetaPathFinder):
-    """Finds modules in their copies, by full module name."""
+    """Finds modules in their copies, by full module name. Raises UserError for a copy outside of the folder."""
 
-    def __init__(self, places: Mapping[str, Path]) -> None:
-        self._places = places
+    def __init__(self, served: Served) -> None:
+        self._places = {name: Path(served.folder) / _inside(place) for name, place in served.modules.items()}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -28,10 +28,7 @@ def linear(features: int = 1, outputs: int = 1) -> nn.Module:
 
 
 class SigmoidClassifier(nn.Module):
-    """A linear layer and a sigmoid: [n, features] -> [n, 1].
-
-    The buffer `cnt` counts the forward passes of this replica.
-    """
+    """A linear layer and a sigmoid, [n, features] -> [n, 1]; the buffer `cnt` counts the forwards of this replica."""
 
     cnt: Tensor
 

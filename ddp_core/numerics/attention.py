@@ -25,8 +25,6 @@ from ddp_core.numerics.products import OURS, Kernel
 _AT_ONCE = 2**22
 """Scores that are in memory at a time, or those of `LONGEST` queries of a head, where these are more."""
 
-_INFINITY = float("inf")
-
 
 def attention(
     usual: Kernel,
@@ -174,14 +172,14 @@ class _Asked:
             scores += self.mask[part]
         if self.is_causal:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(part[2].start + 1)
-            scores.masked_fill_(later, -_INFINITY)
+            scores.masked_fill_(later, -torch.inf)
         return scores
 
     def weights(self, scores: Tensor) -> Tensor:
         """The softmax of each query's scores; zeros where a mask leaves a query no key."""
         weights = scores.softmax(-1)
         if self.mask is not None:
-            weights.masked_fill_(scores.amax(-1, keepdim=True) == -_INFINITY, 0)
+            weights.masked_fill_(scores.amax(-1, keepdim=True) == -torch.inf, 0)
         return weights
 
 

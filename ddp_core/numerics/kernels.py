@@ -26,7 +26,7 @@ from ddp_core.base.errors import UserError
 from ddp_core.numerics.attention import ATTENTION, attention
 from ddp_core.numerics.chains import several_threads
 from ddp_core.numerics.limits import limits_hold, limits_missed
-from ddp_core.numerics.products import PRODUCTS, Kernel, written
+from ddp_core.numerics.products import PRODUCTS, Kernel, in_place, into
 
 _OURS = (torch.float32, torch.float64)
 _HALF: tuple[tuple[float, ...], ...] = ((), (0.5,))
@@ -65,13 +65,16 @@ def portable_kernels() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def exact_root(numbers: Tensor) -> Tensor:
-    """The square root of float32, float64 or whole numbers, rounded to the nearest.
+def _root(usual: Kernel, keys: Any, numbers: Tensor, *exponent: Any) -> Any:
+    """The square root, rounded to the nearest, also as the power whose exponent is one half.
 
     Like torch's own, it has the shape and strides of `numbers`, and torch's default dtype for whole numbers.
     """
-    if not numbers.is_floating_point():
-        numbers = numbers.to(torch.get_default_dtype())
+    is_whole = not (numbers.is_floating_point() or numbers.is_complex())
+    kind = torch.get_default_dtype() if is_whole else numbers.dtype
+    if exponent not in _HALF or kind not in _OURS:
+        return usual(keys, numbers, *exponent)
+    numbers = numbers.to(kind)
     roots = torch.empty_like(numbers)
     # A negative number has no root: NaN, without a warning, as from torch.
     with np.errstate(invalid="ignore"):
@@ -79,40 +82,11 @@ def exact_root(numbers: Tensor) -> Tensor:
     return roots
 
 
-def _root(usual: Kernel, keys: Any, numbers: Tensor, *exponent: Any) -> Any:
-    """Both the square root and the power, which is a square root where the exponent is one half.
-
-    `usual` is torch's own kernel, here and in the kernels below.
-    """
-    is_root = exponent in _HALF and _is_ours(numbers)
-    return exact_root(numbers) if is_root else usual(keys, numbers, *exponent)
-
-
-def _root_in_place(usual: Kernel, keys: Any, numbers: Tensor, *exponent: Any) -> Any:
-    is_root = exponent in _HALF and numbers.dtype in _OURS
-    return numbers.copy_(exact_root(numbers)) if is_root else usual(keys, numbers, *exponent)
-
-
-def _root_into(usual: Kernel, keys: Any, numbers: Tensor, *exponent: Any, out: Tensor) -> Any:
-    # Where `out` cannot hold the root, torch's own kernel says why.
-    kind = numbers.dtype if numbers.is_floating_point() else torch.get_default_dtype()
-    if exponent not in _HALF or not _is_ours(numbers) or not torch.can_cast(kind, out.dtype):
-        return usual(keys, numbers, *exponent, out=out)
-    return written(out, exact_root(numbers))
-
-
-def _is_ours(numbers: Tensor) -> bool:
-    """Whether torch would take the root of these numbers from MKL."""
-    kind = numbers.dtype
-    is_whole = not (kind.is_floating_point or kind.is_complex)
-    return (torch.get_default_dtype() if is_whole else kind) in _OURS
-
-
 _ROOTS: dict[str, Kernel] = {
     "aten::sqrt": _root,
-    "aten::sqrt_": _root_in_place,
-    "aten::sqrt.out": _root_into,
+    "aten::sqrt_": in_place(_root),
+    "aten::sqrt.out": into(_root, casts=True),
     "aten::pow.Tensor_Scalar": _root,
-    "aten::pow_.Scalar": _root_in_place,
-    "aten::pow.Tensor_Scalar_out": _root_into,
+    "aten::pow_.Scalar": in_place(_root),
+    "aten::pow.Tensor_Scalar_out": into(_root, casts=True),
 }

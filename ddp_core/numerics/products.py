@@ -36,12 +36,6 @@ def _product(dimensions: int, usual: Kernel, keys: Any, left: Tensor, right: Ten
     return chained(left, right) if left.dtype == torch.float32 else chained(left.float(), right.float()).to(left.dtype)
 
 
-def _product_into(dimensions: int, usual: Kernel, keys: Any, left: Tensor, right: Tensor, *, out: Tensor) -> Any:
-    if not _fit(dimensions, left, right) or out.dtype != left.dtype:
-        return usual(keys, left, right, out=out)
-    return written(out, chained(left.float(), right.float()))
-
-
 def _sum(
     dimensions: int,
     usual: Kernel,
@@ -53,47 +47,19 @@ def _sum(
     beta: Any = 1,
     alpha: Any = 1,
 ) -> Any:
-    """`beta * added + alpha * (left @ right)`: `addmm` and `baddbmm`."""
+    """`beta * added + alpha * (left @ right)`, each rounded to float32: `addmm` and `baddbmm`."""
     if beta == 1 and alpha == 1:
         product = at_once(dimensions, left, right, added)
         if product is not None:
             return product
     if not _can_add(dimensions, added, left, right):
         return usual(keys, added, left, right, beta=beta, alpha=alpha)
-    return _added_last(added.float(), left.float(), right.float(), beta, alpha).to(left.dtype)
-
-
-def _sum_in_place(
-    dimensions: int,
-    usual: Kernel,
-    keys: Any,
-    added: Tensor,
-    left: Tensor,
-    right: Tensor,
-    *,
-    beta: Any = 1,
-    alpha: Any = 1,
-) -> Any:
-    if not _can_add(dimensions, added, left, right) or added.shape != (*left.shape[:-1], right.shape[-1]):
-        return usual(keys, added, left, right, beta=beta, alpha=alpha)
-    return added.copy_(_added_last(added.float(), left.float(), right.float(), beta, alpha))
-
-
-def _sum_into(
-    dimensions: int,
-    usual: Kernel,
-    keys: Any,
-    added: Tensor,
-    left: Tensor,
-    right: Tensor,
-    *,
-    beta: Any = 1,
-    alpha: Any = 1,
-    out: Tensor,
-) -> Any:
-    if not _can_add(dimensions, added, left, right) or out.dtype != left.dtype:
-        return usual(keys, added, left, right, beta=beta, alpha=alpha, out=out)
-    return written(out, _added_last(added.float(), left.float(), right.float(), beta, alpha))
+    total = chained(left.float(), right.float())
+    if alpha != 1:
+        total *= alpha
+    if beta != 0:
+        total += added.float() if beta == 1 else added.float() * beta
+    return total.to(left.dtype)
 
 
 def _fit(dimensions: int, left: Tensor, right: Tensor) -> bool:
@@ -111,39 +77,50 @@ def _can_add(dimensions: int, added: Tensor, left: Tensor, right: Tensor) -> boo
     return all(ours in (1, theirs) for ours, theirs in zip(added.shape, shape, strict=True))
 
 
-def _added_last(added: Tensor, left: Tensor, right: Tensor, beta: Any, alpha: Any) -> Tensor:
-    """The product, times alpha, plus beta times `added`: each rounded to float32."""
-    total = chained(left, right)
-    if alpha != 1:
-        total *= alpha
-    if beta != 0:
-        total += added if beta == 1 else added * beta
-    return total
+def _nothing(*_: Any, **__: Any) -> None:
+    """In the place of torch's own kernel, tells `in_place` and `into` that the operands are not ours."""
 
 
-def written(out: Tensor, result: Tensor) -> Tensor:
-    """`out` with the result in it, resized where it has another shape."""
-    if out.shape != result.shape:
-        out.resize_(result.shape)
-    return out.copy_(result)
+def in_place(kernel: Kernel) -> Kernel:
+    """The form of a kernel that writes its result over the first operand."""
+
+    def computed(usual: Kernel, keys: Any, target: Tensor, *others: Any, **named: Any) -> Any:
+        result = kernel(_nothing, keys, target, *others, **named)
+        if result is None or (result.shape, result.dtype) != (target.shape, target.dtype):
+            return usual(keys, target, *others, **named)
+        return target.copy_(result)
+
+    return computed
 
 
-_OF_MATRICES: Mapping[str, Kernel] = {
-    "aten::mm": _product,
-    "aten::mm.out": _product_into,
-    "aten::addmm": _sum,
-    "aten::addmm_": _sum_in_place,
-    "aten::addmm.out": _sum_into,
-}
-_OF_BATCHES: Mapping[str, Kernel] = {
-    "aten::bmm": _product,
-    "aten::bmm.out": _product_into,
-    "aten::baddbmm": _sum,
-    "aten::baddbmm_": _sum_in_place,
-    "aten::baddbmm.out": _sum_into,
-}
-PRODUCTS: Mapping[str, Kernel] = {
-    **{name: partial(kernel, 2) for name, kernel in _OF_MATRICES.items()},
-    **{name: partial(kernel, 3) for name, kernel in _OF_BATCHES.items()},
-}
+def into(kernel: Kernel, casts: bool = False) -> Kernel:
+    """The form of a kernel that writes its result into `out`, resized where it has another shape.
+
+    `casts`: whether torch lets `out` have another dtype that can hold the result.
+    """
+
+    def computed(usual: Kernel, keys: Any, *operands: Any, out: Tensor, **named: Any) -> Any:
+        result = kernel(_nothing, keys, *operands, **named)
+        # Where `out` cannot hold the result, torch's own kernel says why.
+        if result is None or not (torch.can_cast(result.dtype, out.dtype) if casts else result.dtype == out.dtype):
+            return usual(keys, *operands, out=out, **named)
+        if out.shape != result.shape:
+            out.resize_(result.shape)
+        return out.copy_(result)
+
+    return computed
+
+
+def _all_forms(dimensions: int, product: str, added: str) -> dict[str, Kernel]:
+    multiplies, adds = partial(_product, dimensions), partial(_sum, dimensions)
+    return {
+        f"aten::{product}": multiplies,
+        f"aten::{product}.out": into(multiplies),
+        f"aten::{added}": adds,
+        f"aten::{added}_": in_place(adds),
+        f"aten::{added}.out": into(adds),
+    }
+
+
+PRODUCTS: Mapping[str, Kernel] = {**_all_forms(2, "mm", "addmm"), **_all_forms(3, "bmm", "baddbmm")}
 """By the dispatcher's name of an operation, what replaces torch's kernel."""

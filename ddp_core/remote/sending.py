@@ -19,15 +19,8 @@ from ddp_core.base.beneath import open_beneath, open_file, read_file
 from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file, take_lock, target_of
-from ddp_core.checkpoint.manifest import (
-    Damaged,
-    DataPart,
-    pointed_step,
-    read_manifest,
-    require_data,
-    step_of_data,
-    step_of_manifest,
-)
+from ddp_core.checkpoint import read_checkpoint
+from ddp_core.checkpoint.manifest import DataPart, pointed_step, step_of_data, step_of_manifest
 from ddp_core.remote.store import Store
 
 WRITER = "writer"
@@ -215,12 +208,9 @@ class Sender(contextlib.AbstractContextManager["Sender"]):
 
 def data_of(manifest: Path) -> tuple[DataPart, ...] | None:
     """The data files of a checkpoint; None where it is damaged, or its data is not whole."""
-    try:
-        checkpoint = read_manifest(manifest)
-        require_data(checkpoint)
-    except (Damaged, OSError):
-        return None
-    return checkpoint.data
+    with contextlib.suppress(UserError):
+        return read_checkpoint(manifest).data
+    return None
 
 
 def _named_in(manifest: bytes | None) -> dict[str, str]:

@@ -99,48 +99,37 @@ class Permutation:
 
     def __call__(self, positions: range | Sequence[int] | NDArray[Any]) -> Ids:
         """The ids at `positions`: int64, of the same length. Raises IndexError for a position outside [0, length)."""
-        return self._map(positions, inverse=False)
-
-    def inverse(self, ids: range | Sequence[int] | NDArray[Any]) -> Ids:
-        """The positions at which `ids` stand: int64, of the same length. Raises IndexError as a call does."""
-        return self._map(ids, inverse=True)
-
-    def _map(self, values: range | Sequence[int] | NDArray[Any], *, inverse: bool) -> Ids:
-        """Positions to ids, or with `inverse` ids to positions, a block at a time."""
-        if not isinstance(values, range):
-            values = np.asarray(values, dtype=np.int64)
-        if len(values):
-            ends = (values[0], values[-1]) if isinstance(values, range) else (values.min(), values.max())
+        if not isinstance(positions, range):
+            positions = np.asarray(positions, dtype=np.int64)
+        if len(positions):
+            ends = (positions[0], positions[-1]) if isinstance(positions, range) else (positions.min(), positions.max())
             if min(ends) < 0 or max(ends) >= self.length:
                 raise IndexError(f"positions must be in [0, {self.length})")
-        result = np.empty(len(values), dtype=np.int64)
-        table = np.argsort(self._table) if inverse and self._table is not None else self._table
-        for begin in range(0, len(values), BLOCK):
-            part = values[begin : begin + BLOCK]
+        result = np.empty(len(positions), dtype=np.int64)
+        for begin in range(0, len(positions), BLOCK):
+            part = positions[begin : begin + BLOCK]
             if isinstance(part, range):
                 part = np.arange(part.start, part.stop, part.step, dtype=np.int64)
-            result[begin : begin + len(part)] = self._walk(part, inverse=inverse) if table is None else table[part]
+            result[begin : begin + len(part)] = self._walk(part) if self._table is None else self._table[part]
         return result
 
-    def _walk(self, values: Ids, *, inverse: bool) -> _Lanes:
+    def _walk(self, positions: Ids) -> _Lanes:
         """Apply the network once, then again to all values outside [0, length) until none is left."""
-        lanes = self._network(values.astype(self._lane), inverse=inverse)
+        lanes = self._network(positions.astype(self._lane))
         outside = np.flatnonzero(lanes >= self.length)
         while len(outside):
-            again = self._network(lanes[outside], inverse=inverse)
+            again = self._network(lanes[outside])
             lanes[outside] = again
             outside = outside[again >= self.length]
         return lanes
 
-    def _network(self, lanes: _Lanes, *, inverse: bool) -> _Lanes:
+    def _network(self, lanes: _Lanes) -> _Lanes:
         """One pass of the Feistel network, a bijection on [0, 2**bits); `lanes` is overwritten and returned."""
         first, shift, second = self._mixer
         halves = [lanes >> self._right_bits, lanes & self._right_mask]
         # After the cut into halves `lanes` is free, and serves as the buffer for shifted values.
         mixed, shifted = np.empty_like(lanes), lanes
-        rounds = range(_ROUNDS)
-        for number in reversed(rounds) if inverse else rounds:
-            key, top = self._rounds[number]
+        for number, (key, top) in enumerate(self._rounds):
             changed, source = halves[number % 2], halves[1 - number % 2]
             np.bitwise_xor(source, key, out=mixed)
             np.multiply(mixed, first, out=mixed)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_core.adapters.dealing import InSequence, WholeSteps, deal, keyed_in_place
+from ddp_core.adapters.dealing import WholeSteps, deal, keyed_in_place
 from ddp_core.base.errors import UserError
 from tests.support.wording import refusing
 
@@ -115,7 +115,7 @@ def test_a_loader_that_shuffles_in_its_own_way_is_keyed_in_place() -> None:
     keyed = keyed_in_place(loader, 0)
     assert same([{tuple(batch[:, 0].int().tolist()): batch for batch in keyed}], read(1, 0, Noise(), epochs=1))
     assert (keyed.dataset.name, len(keyed.dataset), len(keyed)) == ("noise", 60, 12)
-    assert type(keyed_in_place(DataLoader(Noise(), 5), 0).batch_sampler.sampler) is InSequence
+    assert type(keyed_in_place(DataLoader(Noise(), 5), 0).batch_sampler.sampler) is WholeSteps
 
 
 @pytest.mark.parametrize(

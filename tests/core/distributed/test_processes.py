@@ -47,7 +47,9 @@ def test_a_zombie_is_gone() -> None:
 def test_each_wait_for_a_disk_is_told_once_and_only_if_it_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting: set[int] = set()
     clock = SimpleNamespace(monotonic=itertools.count().__next__)
-    monkeypatch.setattr(processes, "_waits_for_disk", waiting.__contains__)
+    monkeypatch.setattr(
+        processes, "_status", lambda pid: psutil.STATUS_DISK_SLEEP if pid in waiting else psutil.STATUS_RUNNING
+    )
     monkeypatch.setattr(processes, "time", clock)
     told = []
     waits = DiskWaits(2.0)

@@ -18,25 +18,23 @@ LENGTHS = [0, 1, 2, 3, 4, 5, 63, 1437, BLOCK - 1, BLOCK, BLOCK + 1, 2**15, 2**15
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_permutation_is_a_bijection_with_its_inverse(length: int) -> None:
+def test_permutation_is_a_bijection(length: int) -> None:
     for key in ((3, 1), (-(2**70), 1000)):
         permutation = Permutation(length, key)
         ids = permutation(range(length))
         assert ids.dtype == np.int64
         assert np.array_equal(np.sort(ids), np.arange(length))
-        assert np.array_equal(permutation.inverse(ids), np.arange(length))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 2**63 - 1), st.data())
-def test_permutation_of_any_length_inverts_at_any_position(length: int, data: st.DataObject) -> None:
+def test_permutation_of_any_length_gives_each_position_another_id(length: int, data: st.DataObject) -> None:
     positions = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=20, unique=True))
     permutation = Permutation(length, (5,))
     ids = permutation(positions)
     assert ids.dtype == np.int64
     assert 0 <= ids.min() <= ids.max() < length
     assert len(set(ids.tolist())) == len(positions)
-    assert permutation.inverse(ids).tolist() == positions
     assert np.array_equal(permutation(np.array(positions, dtype=np.uint64)), ids)
     assert int(permutation(positions[:1])[0]) == ids[0]
 
