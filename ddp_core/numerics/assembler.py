@@ -143,6 +143,18 @@ class Assembler:
         """total = left + right (vaddps)."""
         self._vector(0x58, total, left, right, table=1, prefix=0)
 
+    def load_one(self, vector: int, place: At) -> None:
+        """vector = one float32 number from memory, and zeros (vmovss)."""
+        self._vector(0x10, vector, 0, place, table=1, prefix=2, length=0)
+
+    def store_one(self, place: At, vector: int) -> None:
+        """The first float32 number to memory (vmovss)."""
+        self._vector(0x11, vector, 0, place, table=1, prefix=2, length=0)
+
+    def add_one(self, total: int, left: int, right: At) -> None:
+        """total = left, with a number from memory added to its first (vaddss)."""
+        self._vector(0x58, total, left, right, table=1, prefix=2, length=0)
+
     def interleave(self, vector: int, left: int, right: int, upper: int) -> None:
         """vector = left and right in turns, of each four their lower or upper two numbers (vunpcklps, vunpckhps)."""
         self._vector(0x14 | upper, vector, left, right, table=1, prefix=0)
@@ -167,10 +179,15 @@ class Assembler:
         extended, operands = _operands(register, other)
         self._bytes += bytes([0x40 | wide | extended, code, *([] if then is None else [then])]) + operands
 
-    def _vector(self, code: int, register: int, second: int, other: int | At, table: int, prefix: int) -> None:
-        """An instruction of 256-bit vectors: VEX prefix of three bytes, in which register bits are inverted."""
+    def _vector(
+        self, code: int, register: int, second: int, other: int | At, table: int, prefix: int, length: int = 4
+    ) -> None:
+        """An instruction of 256-bit vectors: VEX prefix of three bytes, in which register bits are inverted.
+
+        `length` is 0 for instructions of one number.
+        """
         extended, operands = _operands(register, other)
-        second_and_more = (~second & 15) << 3 | 4 | prefix
+        second_and_more = (~second & 15) << 3 | length | prefix
         self._bytes += bytes([0xC4, (~extended & 7) << 5 | table, second_and_more, code]) + operands
 
 

@@ -4,8 +4,8 @@ It computes, for each product of a batch and each of its elements, `c = fma(a[i,
 order of k, and then may add a row of numbers. Six rows and 16 columns of the result are in registers at a time. The
 last rows and columns that fill no such tile are computed as part of a tile that begins earlier, so some elements are
 computed twice, with the same bits. Columns of the right matrix are copied to the stack first, 16 at a time, where a row
-of them is not whole in memory, and where so many rows of the left matrix meet them that it saves time. There must be
-eight columns at least.
+of them is not whole in memory, and where so many rows of the left matrix meet them that it saves time. Of fewer than
+eight columns, what is missing is filled with zeros on the stack.
 """
 
 from __future__ import annotations
@@ -78,16 +78,18 @@ _KEPT = (RBX, R12, R13, R14, R15)
 
 _HERE = {name: At(RBP, offset=-8 * (len(_KEPT) + 1 + place)) for place, name in enumerate(_ON_STACK)}
 
-_ROOM = LONGEST * _WIDTHS[0] * FLOAT + 8 * len(_ON_STACK) + 64
-"""Bytes of the stack: for the copied columns, for `_ON_STACK`, and to begin at a multiple of 64."""
+_PANEL = LONGEST * _WIDTHS[0] * FLOAT
+_TILE = At(RSP, offset=_PANEL)
+"""Room for a tile of eight columns, behind the copied columns."""
+
+_ROOM = _PANEL + _TILE_ROWS * REGISTER * FLOAT + 8 * len(_ON_STACK) + 64
 
 
 @cache
 def chain_code() -> bytes:
     """A function in machine code: its arguments point to `SIZES`, to left, right and result, and to what is added.
 
-    All counts must be 1 at least, and columns `REGISTER`. The last pointer is 0, or leads to a number for each column,
-    which lie side by side.
+    All counts must be 1 at least. The last pointer is 0, or leads to a number for each column, which lie side by side.
     """
     write = Assembler()
     write.push(RBP)
@@ -136,7 +138,10 @@ def _go_on(write: Assembler, counted: str, end: str, start: Label) -> None:
 
 def _product(write: Assembler) -> None:
     """One product: 16 columns at a time, then eight, the last of which may overlap. R15 is the first column."""
-    wide, narrow, fits, done = Label(), Label(), Label(), Label()
+    wide, narrow, fits, done, few = Label(), Label(), Label(), Label(), Label()
+    write.move(RAX, _GIVEN["columns"])
+    write.compare_number(RAX, REGISTER)
+    write.jump(few, LESS)
     write.set(R15, 0)
     write.place(wide)
     write.address(RAX, At(R15, offset=_WIDTHS[0]))
@@ -157,6 +162,8 @@ def _product(write: Assembler) -> None:
     _panel(write, _WIDTHS[1])
     write.add_number(R15, _WIDTHS[1])
     write.jump(narrow)
+    write.place(few)
+    _few_columns(write)
     write.place(done)
 
 
@@ -219,8 +226,73 @@ def _panel(write: Assembler, width: int) -> None:
     write.place(done)
 
 
-def _tile(write: Assembler, rows: int, width: int) -> None:
-    """`rows` rows and `width` columns of a product, in registers from zero to the last term; then what is added."""
+def _few_columns(write: Assembler) -> None:
+    """A product of fewer columns than a register has: computed with zeros in place of the others, on the stack.
+
+    The registers are those of `_panel`.
+    """
+    zeros, rows, copy, copy_row, copy_column = Label(), Label(), Label(), Label(), Label()
+    write.clear(0)
+    write.move(RDX, RSP)
+    write.move(RCX, _GIVEN["terms"])
+    write.place(zeros)
+    write.store(At(RDX), 0)
+    write.add_number(RDX, REGISTER * FLOAT)
+    write.subtract_number(RCX, 1)
+    write.jump(zeros, NOT_ZERO)
+    write.move(R8, _HERE["right"])
+    write.move(R9, _GIVEN["right_terms"])
+    write.move(R14, _GIVEN["terms"])
+    write.move(RBX, _GIVEN["columns"])
+    _words(write, REGISTER)
+    write.move(R8, RSP)
+    write.set(R9, REGISTER * FLOAT)
+    write.move(R10, _HERE["left"])
+    write.move(R11, _HERE["out"])
+    write.move(R12, _GIVEN["left_rows"])
+    write.move(R13, _GIVEN["left_terms"])
+    write.move(RCX, _GIVEN["rows"])
+    write.place(rows)
+    for number in range(_TILE_ROWS, 0, -1):
+        fewer = Label()
+        write.compare_number(RCX, number)
+        write.jump(fewer, LESS)
+        _tile(write, number, REGISTER, is_result=False)
+        write.set(R14, number)
+        write.jump(copy)
+        write.place(fewer)
+    write.place(copy)
+    write.subtract(RCX, R14)
+    write.address(RSI, _TILE)
+    write.place(copy_row)
+    write.set(RAX, 0)
+    write.move(RBX, _GIVEN["columns"])
+    write.move(RDX, _HERE["added"])
+    write.place(copy_column)
+    plain = Label()
+    write.load_one(0, At(RSI, index=RAX))
+    write.compare_number(RDX, 0)
+    write.jump(plain, ZERO)
+    write.add_one(0, 0, At(RDX, index=RAX))
+    write.place(plain)
+    write.store_one(At(R11, index=RAX), 0)
+    write.add_number(RAX, FLOAT)
+    write.subtract_number(RBX, 1)
+    write.jump(copy_column, NOT_ZERO)
+    write.add_number(RSI, REGISTER * FLOAT)
+    write.add(R11, _GIVEN["out_rows"])
+    write.add(R10, R12)
+    write.subtract_number(R14, 1)
+    write.jump(copy_row, NOT_ZERO)
+    write.compare_number(RCX, 0)
+    write.jump(rows, NOT_ZERO)
+
+
+def _tile(write: Assembler, rows: int, width: int, is_result: bool = True) -> None:
+    """`rows` rows and `width` columns of a product, in registers from zero to the last term.
+
+    They go to the result, with what is added to them, or else to the stack, without.
+    """
     registers = width // REGISTER
     free = count()
     sums = [[next(free) for _ in range(registers)] for _ in range(rows)]
@@ -250,6 +322,10 @@ def _tile(write: Assembler, rows: int, width: int) -> None:
         write.add(RDX, R13)
     write.subtract_number(RBX, 1)
     write.jump(terms, NOT_ZERO)
+    if not is_result:
+        for number, (total,) in enumerate(sums):
+            write.store(At(RSP, offset=_PANEL + 32 * number), total)
+        return
     plain = Label()
     write.move(RDX, _HERE["added"])
     write.compare_number(RDX, 0)
@@ -299,6 +375,7 @@ def _turned(write: Assembler, width: int) -> None:
     write.compare_number(R14, 0)
     write.jump(done, ZERO)
     write.place(by_words)
+    write.set(RBX, width)
     _words(write, width)
     write.place(done)
     write.move(R8, RSP)
@@ -358,9 +435,8 @@ def _turn_square(write: Assembler) -> None:
 
 
 def _words(write: Assembler, width: int) -> None:
-    """Copies the last R14 terms of the columns at R8 to the stack, number by number."""
+    """Copies the last R14 terms of RBX columns at R8 to the stack, number by number."""
     columns, terms = Label(), Label()
-    write.set(RBX, width)
     write.move(RAX, _GIVEN["terms"])
     write.subtract(RAX, R14)
     write.move(RSI, RAX)

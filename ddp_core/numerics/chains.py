@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.errors import UserError
-from ddp_core.numerics.chain_code import FLOAT, LONGEST, REGISTER, SIZES, chain_code
+from ddp_core.numerics.chain_code import FLOAT, LONGEST, SIZES, chain_code
 
 _ALONE_UP_TO = 2**22
 """Multiply-adds up to which other threads of Python wait: to let them run, and to wait for them, may take longer."""
@@ -99,8 +99,8 @@ def _plan(
         return None
     shape, columns = (*left[:-1], right[-1]), right[-1]
     work = left.numel() * columns
-    is_row = added is None or (tuple(added) == (columns,) and added_strides == (1,))
-    if not (2 <= dimensions <= 4 and work and left[-1] <= LONGEST and columns >= REGISTER and is_row):
+    is_row = added is None or (tuple(added) == (columns,) and (columns == 1 or added_strides == (1,)))
+    if not (2 <= dimensions <= 4 and work and left[-1] <= LONGEST and is_row):
         return None
     strides = tuple(prod(shape[place + 1 :]) for place in range(dimensions))
     return _Plan(shape, _sizes(left, columns, left_strides, right_strides, strides), work)
@@ -138,10 +138,6 @@ def chained_into(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
         return product
     if not terms:
         return product.zero_()
-    if columns < REGISTER:
-        # The code computes whole registers of columns: zeros fill what is missing.
-        wide = chained(left, torch.constant_pad_nd(right, (0, REGISTER - columns)))
-        return product.copy_(wide[..., :columns])
     if len(batches) > 2:
         for into, one, other in zip(product, left, right, strict=True):
             chained_into(into, one, other)
