@@ -18,7 +18,7 @@ from ddp_core.checkpoint.state import without_queues
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.optimizers import require_saveable
 from ddp_core.observe.callback import Callback
-from ddp_core.sharding import Ownership, OwnsAll
+from ddp_core.sharding import Ownership
 
 
 def score_of(evaluation: dict[str, Any], best: str | None) -> float:
@@ -94,7 +94,7 @@ class TrainState:
     _mark: _Mark = field(init=False, default_factory=_Mark)
 
     def __post_init__(self) -> None:
-        self.ownership = OwnsAll(self.model, self.optimizer)
+        self.ownership = Ownership(self.model, self.optimizer)
         self.mark()
         self._built = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
 
