@@ -81,9 +81,7 @@ class DistributedStrategy(SingleStrategy):
 
     def retrain(self) -> None:
         with self.job.collectives.connecting(self.job.collectives.uses_nccl):
-            self.drop()
-            self.passes.forget()
-            self.set_up()
+            super().retrain()
 
     def clip_gradients(self, max_norm: float) -> None:
         self.reduction.clip_gradients_(max_norm)
@@ -103,12 +101,9 @@ class DistributedStrategy(SingleStrategy):
     def close(self) -> None:
         """End the communication threads, then drop DDP: its reducer must be gone before the process group is."""
         with self.job.collectives.connecting(self.job.collectives.uses_nccl):
-            self.drop()
-
-    def drop(self) -> None:
-        self.reduction.close(waits=self.job.collectives.waits_to_part)
-        del self.reduction, self.module
-        gc.collect()
+            self.reduction.close(waits=self.job.collectives.waits_to_part)
+            del self.reduction, self.module
+            gc.collect()
 
     def wrapped(self) -> DistributedDataParallel:
         """The model in DistributedDataParallel, with the experiment's settings for it."""

@@ -135,7 +135,7 @@ class SingleStrategy(Strategy):
         self.reduction.finish()
 
     def retrain(self) -> None:
-        self.reduction.close()
+        self.close()
         self.passes.forget()
         self.set_up()
 
