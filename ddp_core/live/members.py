@@ -68,11 +68,7 @@ class Members:
     def __init__(self, store: dist.Store, most_nodes: int = sys.maxsize) -> None:
         self._store, self._most_nodes = store, most_nodes
 
-    def begin(self, names: Iterable[str]) -> None:
-        """Write the first membership, unless there is one."""
-        self._begin(Membership(0, tuple(names)))
-
-    def _begin(self, first: Membership) -> Membership:
+    def begin(self, first: Membership) -> Membership:
         """Write this membership, unless there is one; returns the one that is there then."""
         for log in _LOGS:
             self._append(log, "")
@@ -87,7 +83,7 @@ class Members:
         """
         while (known := int(self._store.add(_KNOWN_NODES, 0))) < nodes:
             self._store.compare_set(_KNOWN_NODES, str(known), str(nodes))
-        stored = self._begin(offered)
+        stored = self.begin(offered)
         while (counts := renewed(stored, offered)) != stored:
             if counts is None:
                 return False
