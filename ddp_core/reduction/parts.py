@@ -28,7 +28,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Exchange, cut, exchange_among, exchange_on, goes_through_host, like_on_host, on_host, wait_for
+from .exchange import (
+    BatchedMessages,
+    Exchange,
+    cut,
+    exchange_among,
+    exchange_on,
+    goes_through_host,
+    like_on_host,
+    on_host,
+    wait_for,
+)
 from .tree import Plan, in_two_levels
 
 _PIECE_ELEMENTS = 1024 * 1024
@@ -44,7 +54,7 @@ def parts_on(group: dist.ProcessGroup | None, groups: tuple[tuple[int, ...], ...
     In two levels where there are `groups` of ranks that add up among themselves first, as those of an OrderedSum.
     """
     if group is None:
-        return Alone()
+        return PartsInOneLevel(BatchedMessages(None, [0]))
     exchange = exchange_on(group, device)
     parts = PartsInOneLevel(exchange)
     if _are_alike(groups):
@@ -220,26 +230,7 @@ class ThroughHost:
             flat.copy_(copy, non_blocking=True)
 
 
-class Alone:
-    """The parts of one rank alone, which has all; as PartsInOneLevel otherwise."""
-
-    rank, world_size = 0, 1
-
-    def cuts(self, elements: int, dtype: torch.dtype, rounds: int) -> Sequence[slice]:
-        return [slice(0, elements)]
-
-    def fold(
-        self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice], out: Tensor | None = None
-    ) -> Folding:
-        yield from ()
-        sums = plan.fold_([(flat, None) for flat in own], out)
-        return sums if out is None else [out.copy_(sums[0])]
-
-    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
-        pass
-
-
-Parts = Alone | PartsInOneLevel | ThroughHost
+Parts = PartsInOneLevel | ThroughHost
 """How the ranks of a group sum their parts and gather them."""
 
 
@@ -266,5 +257,5 @@ def _elements(cuts: Sequence[slice]) -> int:
 
 
 def are_whole(cuts: Sequence[slice]) -> bool:
-    """Whether all ranks' parts are the same; there are two ranks or more."""
+    """Whether all ranks' parts are the same, and so the whole."""
     return cuts[0] == cuts[-1] and cuts[0].start < cuts[0].stop
