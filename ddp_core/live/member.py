@@ -81,7 +81,9 @@ class Member:
             if notes.over:
                 self._give_up("no group of ranks can go on")
             if self._name not in now.members:
-                self._end_outside(notes.ended, notes.leaving)
+                if node_of(self._name) in notes.leaving and self._name not in notes.ended:
+                    raise UserError(f"process {self._name}: its node has left, as it was asked to", ExitCode.STOPPED)
+                self._give_up("the others go on without this process, which they have taken for lost")
             if must_leave(self.number, now):
                 self.number = now.number
                 self._members.note_here(self.number, self._name)
@@ -145,11 +147,6 @@ class Member:
             membership=now.number,
             started_as=self._given.local_rank,
         )
-
-    def _end_outside(self, ended: frozenset[str], leaving: frozenset[int]) -> NoReturn:
-        if node_of(self._name) in leaving and self._name not in ended:
-            raise UserError(f"process {self._name}: its node has left, as it was asked to", ExitCode.STOPPED)
-        self._give_up("the others go on without this process, which they have taken for lost")
 
     def _give_up(self, why: str) -> NoReturn:
         raise UserError(f"process {self._name}: {why}; continue with --resume auto", ExitCode.PEERS_LOST)

@@ -132,7 +132,7 @@ class Members:
             nodes.add(node)
         return Notes(
             now=now,
-            left={name: int(step) for name, step in _pairs(self._store.get(f"members/left/{now.number}"))},
+            left={name: int(step) for name, step in map(_pair, _words(self._store.get(f"members/left/{now.number}")))},
             waiting=frozenset(name for name in asked if node_of(name) in nodes),
             ended=ended,
             leaving=leaving,
@@ -219,7 +219,3 @@ def _words(value: bytes) -> list[str]:
 def _pair(word: str) -> tuple[str, str]:
     name, _, value = word.partition("=")
     return name, value
-
-
-def _pairs(value: bytes) -> list[tuple[str, str]]:
-    return list(map(_pair, _words(value)))

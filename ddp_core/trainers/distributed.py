@@ -83,9 +83,6 @@ class DistributedStrategy(SingleStrategy):
         with self.job.collectives.connecting(self.job.collectives.uses_nccl):
             super().retrain()
 
-    def clip_gradients(self, max_norm: float) -> None:
-        self.reduction.clip_gradients_(max_norm)
-
     def settle_buffers(self) -> None:
         """Take rank 0's buffers, as DDP's next forward would: in plain mode, each rank changes its own only.
 
