@@ -150,7 +150,10 @@ class PartsInTwoLevels(PartsInOneLevel):
         self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice], out: Tensor | None = None
     ) -> Folding:
         # The second phase waits for the node, the third for other nodes.
-        if are_whole(cuts) or self._cost_of_one_level(cuts, like) <= self._exchange.one_round_bytes:
+        nodes = len(self._nodes)
+        # What leaves a node in addition if every rank sends all others their parts of one subtree.
+        extra = (len(self._lanes) - 1) * (nodes - 1) / nodes * _elements(cuts) * like.element_size()
+        if are_whole(cuts) or extra <= self._exchange.one_round_bytes:
             return (yield from super().fold(own, like, plan, cuts, out))
         within_nodes, across = in_two_levels(plan, self._nodes)
         within = within_nodes[self._here]
@@ -199,11 +202,6 @@ class PartsInTwoLevels(PartsInOneLevel):
         lanes = [slice(laid[lane[0]].start, laid[lane[-1]].stop) for lane in self._lanes]
         start = lanes[self._place].start
         return lanes, [slice(laid[rank].start - start, laid[rank].stop - start) for rank in self._lanes[self._place]]
-
-    def _cost_of_one_level(self, cuts: Sequence[slice], like: Tensor) -> float:
-        """Bytes that leave a node in addition if every rank sends all others their parts of one subtree."""
-        nodes = len(self._nodes)
-        return (len(self._lanes) - 1) * (nodes - 1) / nodes * _elements(cuts) * like.element_size()
 
 
 class ThroughHost:

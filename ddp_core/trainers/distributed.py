@@ -54,7 +54,8 @@ class DistributedStrategy(SingleStrategy):
         self.reduction.begin(self.batches.cut.count(batch.samples))
         weight = self.passes.loss_weight(batch.divisor, self.loss_copies)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
-            with self.micro_batch(batch, part):
+            self.seeds(batch.step, part.index)
+            with self.reduction.micro_batch(part.index, part.stop - part.start):
                 loss = self.passes.loss(self.module, inputs, targets)
                 self.losses.put(part.index, loss.detach())
                 self.clock.lap("forward")

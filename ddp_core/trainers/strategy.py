@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
 
 from ddp_core.base.seeds import MicroBatchSeed, generators_kept
-from ddp_core.config.cut import MicroBatch
 from ddp_core.model.forward_state import ForwardState
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import ExactReduction, clip_gradients_, gradient_norm
@@ -114,18 +112,12 @@ class SingleStrategy(Strategy):
         kind = ExactReduction if self.job.is_exact else PlainReduction
         self.reduction = kind(self.model, self.batches.cut.micro_batches)
 
-    @contextlib.contextmanager
-    def micro_batch(self, batch: StepBatch, part: MicroBatch) -> Iterator[None]:
-        """Run forward and backward of one micro-batch inside: seeded, and reduced."""
-        self.seeds(batch.step, part.index)
-        with self.reduction.micro_batch(part.index, part.stop - part.start):
-            yield
-
     def compute_gradients(self, batch: StepBatch) -> None:
         self.reduction.begin(self.batches.cut.count(batch.samples))
         weight = self.passes.loss_weight(batch.divisor)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
-            with self.micro_batch(batch, part):
+            self.seeds(batch.step, part.index)
+            with self.reduction.micro_batch(part.index, part.stop - part.start):
                 loss = self.passes.loss(self.model, inputs, targets)
                 self.losses.put(part.index, loss.detach())
                 self.clock.lap("forward")
