@@ -37,8 +37,8 @@ class _Name(NamedTuple):
         return "_".join(filter(None, self))
 
 
-_Kinds = dict[_Name, tuple[tuple[bool, tuple[int, ...]], ...]]
-"""For each name, of its total or of its sum and count: whether it is a floating-point number, and its shape."""
+_Kinds = dict[_Name, str]
+"""For each name, in words, which kind of number its total is, or its sum and its count, and their shapes."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,7 @@ class NamedSums:
             with user_code("your metrics"):
                 values = function(outputs, targets)
             found |= {name: _parts(name, value) for name, value in _by_name(metric, values)}
-        kinds: _Kinds = {
-            name: tuple((part.is_floating_point(), tuple(part.shape)) for part in parts)
-            for name, parts in found.items()
-        }
+        kinds: _Kinds = {name: " and ".join(map(_kind, parts)) for name, parts in found.items()}
         if self._kinds is not None:
             _require_same_kinds(self._kinds, kinds)
         self._kinds = kinds
@@ -123,10 +120,9 @@ class NamedSums:
         every = [each for each in collectives.gather((self._kinds, own)) if each[0] is not None]
         for kinds, _ in every[1:]:
             _require_same_kinds(every[0][0], kinds)
-        sums = {
-            name: [_total(torch.cat([parts[name, number] for _, parts in every])) for number in range(len(kinds))]
-            for name, kinds in sorted(every[0][0].items() if every else ())
-        }
+        sums: dict[_Name, list[Any]] = {}
+        for key in sorted(every[0][1]) if every else ():
+            sums.setdefault(key[0], []).append(_total(torch.cat([parts[key] for _, parts in every])))
         return lambda: {metric: self._finished(metric, function, sums) for metric, function in self._metrics.items()}
 
     def _finished(self, metric: str, function: NamedMetric, sums: Mapping[_Name, list[Any]]) -> Any:
@@ -272,13 +268,13 @@ def _require_same_kinds(ours: _Kinds, theirs: _Kinds) -> None:
     for name, kinds in ours.items():
         if kinds != theirs[name]:
             raise UserError(
-                f"metrics: {name} is {_in_words(kinds)} for one batch and {_in_words(theirs[name])} for another; sum "
+                f"metrics: {name} is {kinds} for one batch and {theirs[name]} for another; sum "
                 "over the samples, so that the shape does not depend on their number"
             )
 
 
-def _in_words(kinds: tuple[tuple[bool, tuple[int, ...]], ...]) -> str:
-    return " and ".join(f"{'float' if is_floating else 'int'} {list(shape)}" for is_floating, shape in kinds)
+def _kind(part: Tensor) -> str:
+    return f"{'float' if part.is_floating_point() else 'int'} {list(part.shape)}"
 
 
 def _quotient(total: float, count: float | None = None) -> float | None:
