@@ -68,7 +68,7 @@ class ExactSteps:
                 "NCCL may end the sums of another one without their parts, and that one would commit them"
             )
         self._manager, self._module, self._group = manager, module, group
-        self._shares = _Shares(Gradients(module), micro_batches)
+        self._shares = _Shares(Gradients(module.named_parameters()), micro_batches)
         self._exact = ExactReduction(module, micro_batches, shares=self._shares)
         self._seed = MicroBatchSeed(seed, torch.device("cpu"), at_once=True)
         self._before: list[Tensor] = []

@@ -40,8 +40,8 @@ class HeldState:
     def of(cls, trainer: Trainer) -> Self:
         """What this trainer holds; to be called when it is closed."""
         return cls(
-            at=Progress(*trainer.state.marked_at),
-            state=in_host_memory(trainer.state.marked(), trainer.job.device),
+            at=Progress(trainer.state.marked.step, trainer.state.is_settled),
+            state=in_host_memory(trainer.state.marked_state(), trainer.job.device),
             learning_rate=trainer.state.learning_rate,
             loss=trainer.figures.loss,
             saved_step=trainer.saving.newest_step,

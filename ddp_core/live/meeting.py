@@ -7,6 +7,7 @@ for a node that is not in their round.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import socket
@@ -145,16 +146,26 @@ class LiveRendezvous(RendezvousHandler):
             here = sorted(other for other, at in heard.items() if now - at < _GONE_SECONDS)
             most, least = self.meeting.max_nodes, self.meeting.min_nodes
             if len(here) >= most or (len(here) >= least and now - newest_at > _LAST_CALL_SECONDS):
-                members.begin(name_of(each, rank, 0) for each in here[:most] for rank in range(self._count))
+                names = tuple(name_of(each, rank, 0) for each in here[:most] for rank in range(self._count))
+                members.begin(Membership(0, names))
             elif now > deadline:
                 raise RendezvousTimeoutError
             else:
                 time.sleep(_LOOK_SECONDS)
         return True
 
-    def search(self) -> StoreSearch:
-        """Look for the store, which is lost, in the background."""
-        return StoreSearch(self._host, self._port)
+    def search(self) -> threading.Event:
+        """Set once somebody listens again where the store was lost; whoever sets it ends the search."""
+        found = threading.Event()
+
+        def look() -> None:
+            while not found.wait(_SEARCH_SECONDS):
+                with contextlib.suppress(OSError):
+                    socket.create_connection((self._host, self._port), 2).close()
+                    found.set()
+
+        threading.Thread(target=look, daemon=True).start()  # since a name server may be slow
+        return found
 
     def find_again(self) -> bool:
         """Connect to the store anew, after somebody listens at its place again; returns whether it answers."""
@@ -204,32 +215,6 @@ class LiveRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         self.set_closed()
         return True
-
-
-class StoreSearch:
-    """Looks whether somebody listens again where a store was lost; in a thread, since a name server may be slow."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self._place, self._found, self._ended = (host, port), threading.Event(), threading.Event()
-        threading.Thread(target=self._look, daemon=True).start()
-
-    @property
-    def has_found(self) -> bool:
-        """Whether somebody listens there."""
-        return self._found.is_set()
-
-    def end(self) -> None:
-        """Look no more."""
-        self._ended.set()
-
-    def _look(self) -> None:
-        while not self._ended.wait(_SEARCH_SECONDS):
-            try:
-                socket.create_connection(self._place, 2).close()
-            except OSError:
-                continue
-            self._found.set()
-            return
 
 
 def _new_name() -> str:

@@ -17,7 +17,6 @@ from ddp_core.distributed.world import World
 from ddp_core.live.members import Members, store_again_at, store_at
 from ddp_core.live.membership import Membership, must_leave, node_of, place_among
 
-_ROOM_FILE, _STOP_FILE, _GROUP_FILE = "make-room", "stop", "group-of-"
 _POLL_SECONDS = 0.005
 _ASKED_SECONDS = 2.0
 """So long a process that was asked to stop still waits for the others: they may meet, and save what they have."""
@@ -82,7 +81,9 @@ class Member:
             if notes.over:
                 self._give_up("no group of ranks can go on")
             if self._name not in now.members:
-                self._end_outside(notes.ended, notes.leaving)
+                if node_of(self._name) in notes.leaving and self._name not in notes.ended:
+                    raise UserError(f"process {self._name}: its node has left, as it was asked to", ExitCode.STOPPED)
+                self._give_up("the others go on without this process, which they have taken for lost")
             if must_leave(self.number, now):
                 self.number = now.number
                 self._members.note_here(self.number, self._name)
@@ -108,16 +109,12 @@ class Member:
         try:
             self._members.note_left(self.number, self._name, step)
         except dist.DistError:
-            self._leave_by_another_store(step)
-
-    def _leave_by_another_store(self, step: int) -> None:
-        """As `leave`, where the store has been lost: another one may have taken its place since."""
-        assert self._given.members_at is not None
-        try:
-            self._members = Members(store_again_at(self._given.members_at, self._patience + _LATE_SECONDS))
-            self._members.note_left(self.number, self._name, step)
-        except (dist.DistError, OSError):
-            self._give_up(_NO_ANSWER)
+            assert self._given.members_at is not None
+            try:  # another store may have taken the place of one that was lost
+                self._members = Members(store_again_at(self._given.members_at, self._patience + _LATE_SECONDS))
+                self._members.note_left(self.number, self._name, step)
+            except (dist.DistError, OSError):
+                self._give_up(_NO_ANSWER)
 
     @property
     def makes_room(self) -> bool:
@@ -151,11 +148,6 @@ class Member:
             started_as=self._given.local_rank,
         )
 
-    def _end_outside(self, ended: frozenset[str], leaving: frozenset[int]) -> NoReturn:
-        if node_of(self._name) in leaving and self._name not in ended:
-            raise UserError(f"process {self._name}: its node has left, as it was asked to", ExitCode.STOPPED)
-        self._give_up("the others go on without this process, which they have taken for lost")
-
     def _give_up(self, why: str) -> NoReturn:
         raise UserError(f"process {self._name}: {why}; continue with --resume auto", ExitCode.PEERS_LOST)
 
@@ -165,14 +157,14 @@ def room_file(reports: Path) -> str:
 
     It holds the number of the membership that they are to leave.
     """
-    return f"{reports}/{_ROOM_FILE}"
+    return f"{reports}/make-room"
 
 
 def stop_file(reports: Path) -> str:
     """The file that a launcher writes before it asks its workers to stop; see `StopRequest`."""
-    return f"{reports}/{_STOP_FILE}"
+    return f"{reports}/stop"
 
 
 def group_file(reports: Path, name: str) -> Path:
     """The file in which the process of this name tells its launcher in which group it trains: a Membership's text."""
-    return reports / f"{_GROUP_FILE}{name}"
+    return reports / f"group-of-{name}"

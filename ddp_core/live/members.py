@@ -68,11 +68,7 @@ class Members:
     def __init__(self, store: dist.Store, most_nodes: int = sys.maxsize) -> None:
         self._store, self._most_nodes = store, most_nodes
 
-    def begin(self, names: Iterable[str]) -> None:
-        """Write the first membership, unless there is one."""
-        self._begin(Membership(0, tuple(names)))
-
-    def _begin(self, first: Membership) -> Membership:
+    def begin(self, first: Membership) -> Membership:
         """Write this membership, unless there is one; returns the one that is there then."""
         for log in _LOGS:
             self._append(log, "")
@@ -87,7 +83,7 @@ class Members:
         """
         while (known := int(self._store.add(_KNOWN_NODES, 0))) < nodes:
             self._store.compare_set(_KNOWN_NODES, str(known), str(nodes))
-        stored = self._begin(offered)
+        stored = self.begin(offered)
         while (counts := renewed(stored, offered)) != stored:
             if counts is None:
                 return False
@@ -136,7 +132,7 @@ class Members:
             nodes.add(node)
         return Notes(
             now=now,
-            left={name: int(step) for name, step in _pairs(self._store.get(f"members/left/{now.number}"))},
+            left={name: int(step) for name, step in map(_pair, _words(self._store.get(f"members/left/{now.number}")))},
             waiting=frozenset(name for name in asked if node_of(name) in nodes),
             ended=ended,
             leaving=leaving,
@@ -223,7 +219,3 @@ def _words(value: bytes) -> list[str]:
 def _pair(word: str) -> tuple[str, str]:
     name, _, value = word.partition("=")
     return name, value
-
-
-def _pairs(value: bytes) -> list[tuple[str, str]]:
-    return list(map(_pair, _words(value)))

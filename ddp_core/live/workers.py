@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -11,7 +12,7 @@ from torch.distributed import DistError
 
 from ddp_core.distributed.reports import tell_user
 from ddp_core.live.lines import Lines
-from ddp_core.live.meeting import LiveRendezvous, StoreSearch
+from ddp_core.live.meeting import LiveRendezvous
 from ddp_core.live.member import group_file, room_file
 from ddp_core.live.members import Members, Notes, Over, store_at
 from ddp_core.live.membership import Membership, ended_with, lost_in_silence, name_of, node_of
@@ -44,7 +45,7 @@ class LiveWorkers:
         self._over: Over = ""
         self._told: set[int] = set()
         self._asked_at: float | None = None
-        self._search: StoreSearch | None = None
+        self._search: threading.Event | None = None
         self._room.unlink(missing_ok=True)
         for name in map(self.name, self._turns):
             group_file(reports, name).unlink(missing_ok=True)
@@ -199,7 +200,7 @@ class LiveWorkers:
         Raises DistError where it is lost again.
         """
         assert self._search is not None
-        if not self._search.has_found:
+        if not self._search.is_set():
             return False
         self._search = self._rendezvous.search()  # for the next time, where this one fails
         offered = self._group()
@@ -213,7 +214,7 @@ class LiveWorkers:
             if self._ended:
                 members.note("ended", *sorted(self._ended))
             self._lines.tell(members)
-        self._search.end()
+        self._search.set()
         self._search, self._seen = None, -1
         return True
 
@@ -236,7 +237,7 @@ class LiveWorkers:
     def close(self) -> None:
         """Let the other launchers see that this one is gone. Where it is the last one, the list counts no more."""
         if self._search is not None:
-            self._search.end()
+            self._search.set()
         with suppress(DistError):
             notes = self._members.read()
             others = set(map(node_of, notes.alive)) - {self._node} - notes.leaving - self._lines.closed

@@ -76,15 +76,15 @@ class BatchStatistics:
         step = self._step
         if step is None:
             return torch.empty(0)
-        shown = step.layers.shown
-        shown.keep_hold()
+        layers = step.layers
+        layers.keep_hold()
         # Few operators, since this comes after every micro-batch. A layer that was called counts once.
-        weights = shown.counts > step.steps
+        weights = layers.counts > step.steps
         if weight != 1.0:
             weights = weights.to(step.before.dtype) * weight
-        of_each = weights.index_select(0, step.layers.owner_with_weights)
-        taken = shown.statistics_and_ones().to(step.before.dtype) * of_each
-        shown.show(step.parts, step.steps)
+        of_each = weights.index_select(0, layers.owner_with_weights)
+        taken = layers.statistics_and_ones().to(step.before.dtype) * of_each
+        layers.show(step.before, step.steps)
         return taken
 
     def zeros(self) -> Tensor:
@@ -113,9 +113,10 @@ class BatchStatistics:
 
 
 class _Layers:
-    """The active layers, and what stays the same from step to step.
+    """The active layers, what stays the same from step to step, and what they show while micro-batches run.
 
-    It is made once, because each copy of numbers to a GPU makes the host wait.
+    It is made once, because each copy of numbers to a GPU makes the host wait. What layers show in the place of their
+    buffers are views of a few flat tensors, which keep their memory, since a CUDA graph writes to it again.
     """
 
     def __init__(self, modules: Sequence[BatchNorm]) -> None:
@@ -133,7 +134,30 @@ class _Layers:
         self.owner_with_weights = torch.cat([self.owner, torch.arange(len(modules), device=self.device)])
         """These layers, with one number more for each layer: its own weight."""
         self._factors: tuple[Tensor, Tensor] | None = None
-        self.shown = _Shown(modules)
+        self._flats: list[Tensor] = []
+        self._with_ones: list[Tensor] = []
+        """This memory, with a one for each layer behind it."""
+        views: list[Tensor] = []
+        # One flat tensor, unless layers have several dtypes.
+        for dtype, of_dtype in itertools.groupby(buffers, lambda buffer: buffer.dtype):
+            sizes = [buffer.numel() for buffer in of_dtype]
+            whole = torch.ones(sum(sizes) + len(modules), dtype=dtype, device=self.device)
+            self._with_ones.append(whole)
+            self._flats.append(whole[: sum(sizes)])
+            views += self._flats[-1].split(sizes)
+        self.counts = torch.stack([_buffer(module.num_batches_tracked) for module in modules])
+        half = len(modules)
+        self.shown = [
+            dict(zip(LOOKED_AFTER, of_layer, strict=True))
+            for of_layer in zip(views[:half], views[half:], self.counts.unbind(), strict=True)
+        ]
+        """For each layer its buffers by name."""
+        self._foreign_forwards = [
+            (buffers_of(module), shown)
+            for module, shown in zip(modules, self.shown, strict=True)
+            if type(module).forward is not nn.BatchNorm1d.forward
+        ]
+        """Layers with a forward that is not torch's: their buffers as they have them, and these ones."""
 
     def factors(self, steps: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """For each number of the running statistics, what a step takes of the new one, and keeps of the old one.
@@ -158,40 +182,6 @@ class _Layers:
             and self._kinds == [(buffer.dtype, buffer.device) for buffer in _running(modules)]
         )
 
-
-class _Shown:
-    """What the layers show in the place of their buffers while micro-batches run: views of a few flat tensors.
-
-    They keep their memory from step to step, since a CUDA graph writes to it again.
-    """
-
-    def __init__(self, modules: Sequence[BatchNorm]) -> None:
-        self._flats: list[Tensor] = []
-        self._with_ones: list[Tensor] = []
-        """This memory, with a one for each layer behind it."""
-        views: list[Tensor] = []
-        device = _buffer(modules[0].running_mean).device
-        # One flat tensor, unless layers have several dtypes.
-        for dtype, buffers in itertools.groupby(_running(modules), lambda buffer: buffer.dtype):
-            sizes = [buffer.numel() for buffer in buffers]
-            whole = torch.ones(sum(sizes) + len(modules), dtype=dtype, device=device)
-            self._with_ones.append(whole)
-            self._flats.append(whole[: sum(sizes)])
-            views += self._flats[-1].split(sizes)
-        self.counts = torch.stack([_buffer(module.num_batches_tracked) for module in modules])
-        half = len(modules)
-        self.of_layers = [
-            dict(zip(LOOKED_AFTER, of_layer, strict=True))
-            for of_layer in zip(views[:half], views[half:], self.counts.unbind(), strict=True)
-        ]
-        """For each layer its buffers by name."""
-        self._foreign_forwards = [
-            (buffers_of(module), shown)
-            for module, shown in zip(modules, self.of_layers, strict=True)
-            if type(module).forward is not nn.BatchNorm1d.forward
-        ]
-        """Layers with a forward that is not torch's: their buffers as they have them, and these ones."""
-
     def keep_hold(self) -> None:
         """Take in what a forward that is not torch's has put in the place of these buffers."""
         for buffers, shown in self._foreign_forwards:
@@ -204,13 +194,9 @@ class _Shown:
         """All means, then all variances, then a one for each layer."""
         return self._with_ones[0] if len(self._flats) == 1 else torch.cat([*self._flats[:-1], self._with_ones[-1]])
 
-    def cut(self, statistics: Tensor) -> list[Tensor]:
-        """All means and variances as `show` takes them."""
-        return list(statistics.split([len(flat) for flat in self._flats]))
-
-    def show(self, parts: Sequence[Tensor], counts: Tensor) -> None:
-        """Let the layers see these."""
-        for flat, part in zip(self._flats, parts, strict=True):
+    def show(self, statistics: Tensor, counts: Tensor) -> None:
+        """Let the layers see these: all means, then all variances, and how many batches each layer has tracked."""
+        for flat, part in zip(self._flats, statistics.split(list(map(len, self._flats))), strict=True):
             flat.copy_(part)
         self.counts.copy_(counts)
 
@@ -229,11 +215,10 @@ class _Step:
         flat = torch.cat(self._running)
         self.before = flat.to(torch.promote_types(flat.dtype, torch.float32))
         self.steps = torch.stack(self._counters)
-        self.parts = layers.shown.cut(self.before)
-        layers.shown.show(self.parts, self.steps)
+        layers.show(self.before, self.steps)
         self._own: dict[nn.Module, dict[str, Tensor | None]] = {}
         self._hooks = []
-        for module, shown in zip(layers.modules, layers.shown.of_layers, strict=True):
+        for module, shown in zip(layers.modules, layers.shown, strict=True):
             buffers = buffers_of(module)
             self._own[module] = {name: buffers[name] for name in LOOKED_AFTER}
             buffers.update(shown)

@@ -137,7 +137,10 @@ class ContiguousShares:
             for parameter, gradient in zip(parameters, subtrees[0].tensors, strict=True):
                 parameter.grad = gradient
             return
-        present = [position for position, seen in enumerate(self._used_anywhere(subtrees)) if seen]
+        # A rank without a micro-batch has no subtree.
+        own_gradients = zip(*(subtree.tensors for subtree in subtrees), strict=True)
+        used = [any(gradient is not None for gradient in each) for each in own_gradients] or [False] * len(parameters)
+        present = [position for position, seen in enumerate(self._channel.largest(used)) if seen]
         gradients: list[Tensor] = []
         for position in present:
             # The sum over ranks overwrites the first of this rank's own sums, where it has one.
@@ -151,13 +154,6 @@ class ContiguousShares:
             out = own[-1] if own else laid_out(sums, sums)
             self._channel.sum(own, out, self._tree.leaves)
             foreach_copy_(sums, views_of(out, sums))
-
-    def _used_anywhere(self, subtrees: Sequence[Subtree]) -> list[int]:
-        """For each parameter, 1 if any micro-batch of any rank has a gradient for it, else 0."""
-        own = zip(*(subtree.tensors for subtree in subtrees), strict=True)
-        seen = [any(gradient is not None for gradient in gradients) for gradients in own]
-        # A rank without a micro-batch has no subtree.
-        return self._channel.largest(seen or [False] * len(self._gradients.parameters))
 
 
 @dataclass

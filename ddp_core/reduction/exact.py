@@ -157,7 +157,7 @@ class ExactReduction(contextlib.AbstractContextManager["ExactReduction"]):
             self._reduced, self._to_compare = own.reduced, own.weights_to_compare
             self._full_share = self.share = own.share(micro_batches)
             return
-        self._gradients = Gradients(module)
+        self._gradients = Gradients(module.named_parameters())
         self._reduced = self._gradients.parameters
         self._to_compare = group if world_size > 1 else None
         nodes: list[list[int]] | None = None

@@ -127,14 +127,14 @@ class Inboxes:
 class BatchedMessages:
     """Carries tensors between ranks of a group, all messages of a round in one batch: NCCL runs it as one kernel.
 
-    All ranks of the group must have taken part in a batch before (`exchange_on`).
+    All ranks of the group must have taken part in a batch before (`exchange_on`). Without a group there is one member.
     """
 
     one_round_bytes = -1  # Between GPUs, bytes cost more than rounds.
 
-    def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, members: Sequence[int]) -> None:
         self._group, self._members = group, members
-        self.rank, self.world_size = members.index(group.rank()), len(members)
+        self.rank, self.world_size = 0 if group is None else members.index(group.rank()), len(members)
 
     def collect(self, own: Sequence[Tensor], like: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
         """As of PointToPoint."""

@@ -26,12 +26,11 @@ def take_gradients(parameters: Iterable[Tensor]) -> list[Tensor | None]:
 
 
 class Gradients:
-    """The gradients of a module's parameters, taken away after each backward and set at the end of a step."""
+    """The gradients of those of `named` that are trained, taken away after each backward and set at a step's end."""
 
-    def __init__(self, module: nn.Module) -> None:
-        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self.names, self.parameters = list(trained), list(trained.values())
 
     def take(self, positions: Iterable[int] | None = None) -> list[Tensor | None]:
         """`take_gradients`, of all or of the parameters at these positions. Raises ValueError for a sparse gradient."""

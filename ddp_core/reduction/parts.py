@@ -28,7 +28,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Exchange, cut, exchange_among, exchange_on, goes_through_host, like_on_host, on_host, wait_for
+from .exchange import (
+    BatchedMessages,
+    Exchange,
+    cut,
+    exchange_among,
+    exchange_on,
+    goes_through_host,
+    like_on_host,
+    on_host,
+    wait_for,
+)
 from .tree import Plan, in_two_levels
 
 _PIECE_ELEMENTS = 1024 * 1024
@@ -44,7 +54,7 @@ def parts_on(group: dist.ProcessGroup | None, groups: tuple[tuple[int, ...], ...
     In two levels where there are `groups` of ranks that add up among themselves first, as those of an OrderedSum.
     """
     if group is None:
-        return Alone()
+        return PartsInOneLevel(BatchedMessages(None, [0]))
     exchange = exchange_on(group, device)
     parts = PartsInOneLevel(exchange)
     if _are_alike(groups):
@@ -140,7 +150,10 @@ class PartsInTwoLevels(PartsInOneLevel):
         self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice], out: Tensor | None = None
     ) -> Folding:
         # The second phase waits for the node, the third for other nodes.
-        if are_whole(cuts) or self._cost_of_one_level(cuts, like) <= self._exchange.one_round_bytes:
+        nodes = len(self._nodes)
+        # What leaves a node in addition if every rank sends all others their parts of one subtree.
+        extra = (len(self._lanes) - 1) * (nodes - 1) / nodes * _elements(cuts) * like.element_size()
+        if are_whole(cuts) or extra <= self._exchange.one_round_bytes:
             return (yield from super().fold(own, like, plan, cuts, out))
         within_nodes, across = in_two_levels(plan, self._nodes)
         within = within_nodes[self._here]
@@ -190,11 +203,6 @@ class PartsInTwoLevels(PartsInOneLevel):
         start = lanes[self._place].start
         return lanes, [slice(laid[rank].start - start, laid[rank].stop - start) for rank in self._lanes[self._place]]
 
-    def _cost_of_one_level(self, cuts: Sequence[slice], like: Tensor) -> float:
-        """Bytes that leave a node in addition if every rank sends all others their parts of one subtree."""
-        nodes = len(self._nodes)
-        return (len(self._lanes) - 1) * (nodes - 1) / nodes * _elements(cuts) * like.element_size()
-
 
 class ThroughHost:
     """Parts of sums of which copies in host memory travel; as PartsInOneLevel otherwise."""
@@ -220,26 +228,7 @@ class ThroughHost:
             flat.copy_(copy, non_blocking=True)
 
 
-class Alone:
-    """The parts of one rank alone, which has all; as PartsInOneLevel otherwise."""
-
-    rank, world_size = 0, 1
-
-    def cuts(self, elements: int, dtype: torch.dtype, rounds: int) -> Sequence[slice]:
-        return [slice(0, elements)]
-
-    def fold(
-        self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice], out: Tensor | None = None
-    ) -> Folding:
-        yield from ()
-        sums = plan.fold_([(flat, None) for flat in own], out)
-        return sums if out is None else [out.copy_(sums[0])]
-
-    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
-        pass
-
-
-Parts = Alone | PartsInOneLevel | ThroughHost
+Parts = PartsInOneLevel | ThroughHost
 """How the ranks of a group sum their parts and gather them."""
 
 
@@ -266,5 +255,5 @@ def _elements(cuts: Sequence[slice]) -> int:
 
 
 def are_whole(cuts: Sequence[slice]) -> bool:
-    """Whether all ranks' parts are the same; there are two ranks or more."""
+    """Whether all ranks' parts are the same, and so the whole."""
     return cuts[0] == cuts[-1] and cuts[0].start < cuts[0].stop

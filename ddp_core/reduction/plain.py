@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.seeds import share_of
@@ -38,9 +38,6 @@ class PlainReduction:
 
     def finish(self) -> None:
         """Do nothing: DDP has summed the gradients by the end of backward."""
-
-    def clip_gradients_(self, max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(self._parameters, max_norm)
 
     def close(self, waits: bool = True) -> None:
         """Do nothing, whether the caller waits or not: this reduction holds nothing that has to be released."""

@@ -126,10 +126,6 @@ class RoundSum:
         self._subtrees: list[Subtree] = []
         """The binary counter."""
 
-    def empty(self) -> Tensor:
-        """Memory for one leaf: a flat tensor whose values are arbitrary."""
-        return self._like.new_empty(self._elements)
-
     def push(self, flat: Tensor | None) -> Generator[None, None, None]:
         """Exchange the leaves of the next round, in phases as those of `OrderedSum`. This rank's leaf is `flat`.
 
@@ -158,7 +154,7 @@ class RoundSum:
         mine = self.own_total()
         if not self._elements or are_whole(self._cuts):
             return mine
-        whole = self.empty()
+        whole = self._like.new_empty(self._elements)
         whole[self._cuts[self._parts.rank]] = mine
         self._parts.gather([(whole, self._cuts)])
         return whole

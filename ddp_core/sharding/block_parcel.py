@@ -39,7 +39,7 @@ class BlockParcel(Parcel):
         self._sharded = [sharded for sharded, _ in members]
         self._present: set[int] = set()
         self._kept: list[Tensor | None] = [None] * len(members)
-        self._hooks = [
+        self.hooks = [
             whole.register_post_accumulate_grad_hook(functools.partial(self._made, position))
             for position, (_, whole) in enumerate(members)
         ]

@@ -44,7 +44,7 @@ def blocks_of(module: nn.Module, fewest_elements: int = FEWEST_ELEMENTS) -> list
         for child in parent.children():
             if not isinstance(parent, _CONTAINERS) or isinstance(child, _CONTAINERS):
                 descend(child)
-            elif child not in found and _elements(child) >= fewest_elements:
+            elif child not in found and sum(map(Tensor.numel, child.parameters())) >= fewest_elements:
                 inside = _uses(child)
                 if all(count * places[child] == uses[parameter] for parameter, count in inside.items()):
                     found.append(child)
@@ -58,10 +58,6 @@ def _uses(module: nn.Module) -> Counter[nn.Parameter]:
     parts = (part for _, part in module.named_modules(remove_duplicate=False))
     own = (part.named_parameters(recurse=False) for part in parts)
     return Counter(parameter for parameters in own for _, parameter in parameters)
-
-
-def _elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def refusal(reason: str) -> UserError:
@@ -80,22 +76,6 @@ def refuse_unsuitable(module: nn.Module) -> None:
             raise refusal(f"{name} does not lie row by row in memory: leave out memory_format")
         if has_hooks(parameter):
             raise refusal(f"{name} has a hook on its gradient, which the parameter in its place would not have")
-
-
-@contextlib.contextmanager
-def refusing_bypasses() -> Iterator[None]:
-    """Raise UserError (2) where a forward inside uses parameters of a block that it does not call.
-
-    Nothing but the call gathers them.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        raise refusal(
-            "its forward uses the parameters of a module in a ModuleList or Sequential without calling that module"
-        ) from error
 
 
 class WholeParameters:
@@ -121,10 +101,19 @@ class WholeParameters:
 
     @contextlib.contextmanager
     def exact_pass(self) -> Iterator[None]:
-        """`refusing_bypasses`, and raise DependsOnLayout where the pass inside changes one of them."""
+        """Raise DependsOnLayout where the pass inside changes one of them, and UserError (2) where it bypasses a block.
+
+        Nothing but the call of a block gathers its parameters.
+        """
         self.refuse_changes()
-        with refusing_bypasses():
+        try:
             yield
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise refusal(
+                "its forward uses the parameters of a module in a ModuleList or Sequential without calling that module"
+            ) from error
         if (name := self._changed()) is not None:
             self._before = self._now()  # said once, of the pass that has done it
             raise DependsOnLayout(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,8 @@ from ddp_core.checkpoint.state import load_optimizer, with_queues, without_queue
 
 
 @dataclass(eq=False)
-class Ownership(ABC):
-    """What this process owns of the state of `module` and `optimizer`, which stay the same objects.
+class Ownership:
+    """What this process owns of the state of `module` and `optimizer`, which stay the same objects: here, all of it.
 
     States go in and out in the form that they have on one process: `whole_…` returns it on rank 0 alone, and None on
     the other ranks; `own_…` returns it on every rank, with a CutTensor of what this rank owns in the place of each
@@ -42,12 +41,16 @@ class Ownership(ABC):
             for name, tensor in named:
                 if kind == "buffer" or self.has_whole_weights:
                     yield f"{kind} {name}", tensor.detach()
+        # Where parameters are cut, their state is each rank's own, by the tensors in their place.
+        for name, parameter in self.module.named_parameters():
+            for entry, value in named_tensors(without_queues(self.optimizer.state.get(parameter, {}))):
+                yield f"the optimizer's {entry} of {name}", value
 
     def forward_alone(self) -> contextlib.AbstractContextManager[None]:
         """Run a forward without a backward inside. Raises DependsOnLayout where what it writes to weights is lost."""
         return contextlib.nullcontext()
 
-    def forwards_done(self) -> None:  # noqa: B027
+    def forwards_done(self) -> None:
         """Let the module have the parameters that are trained; called after forwards without a backward."""
 
     def described_weights(self) -> dict[str, Any]:
@@ -74,30 +77,14 @@ class Ownership(ABC):
         """The optimizer's state_dict; in host memory where it is cut."""
         return self.whole_on_first(self.own_state())
 
-    @abstractmethod
     def own_state(self) -> dict[str, Any]:
         """The optimizer's state_dict."""
-
-    @abstractmethod
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Load a state_dict of the optimizer as it is on one process, which may have CutTensors with all pieces."""
-
-    def close(self) -> None:  # noqa: B027
-        """Let go of the optimizer; the module stays as it is."""
-
-
-class OwnsAll(Ownership):
-    """What a process owns that has all weights and all of the optimizer's state."""
-
-    def own_state(self) -> dict[str, Any]:
         state: dict[str, Any] = without_queues(self.optimizer.state_dict())
         return state
 
-    def replicated(self) -> Iterator[tuple[str, Tensor]]:
-        yield from super().replicated()
-        for name, parameter in self.module.named_parameters():
-            for entry, value in named_tensors(without_queues(self.optimizer.state.get(parameter, {}))):
-                yield f"the optimizer's {entry} of {name}", value
-
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Load a state_dict of the optimizer as it is on one process, which may have CutTensors with all pieces."""
         load_optimizer(self.optimizer, with_queues(whole_tensors(state)))
+
+    def close(self) -> None:
+        """Let go of the optimizer; the module stays as it is."""

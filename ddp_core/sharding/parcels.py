@@ -38,7 +38,7 @@ class Parcel(ABC):
     """The number of parameters."""
     is_open = is_ready = is_sent = False
     became_ready: Callable[[], None]
-    _hooks: Sequence[RemovableHandle]
+    hooks: Sequence[RemovableHandle]
 
     def open(self) -> None:
         """Take the gradients of the backward that follows."""
@@ -63,11 +63,6 @@ class Parcel(ABC):
     @abstractmethod
     def give(self, total: Tensor, used: Sequence[bool]) -> None:
         """Set the `.grad` of what this rank owns to its part of the sum, or to None where a parameter was not used."""
-
-    def remove_hooks(self) -> None:
-        """Leave the parameters as they were."""
-        for hook in self._hooks:
-            hook.remove()
 
 
 class PartShares(ABC, Generic[P]):
@@ -100,8 +95,8 @@ class PartShares(ABC, Generic[P]):
 
     def close(self) -> None:
         """Take the hooks away."""
-        for parcel in self._parcels:
-            parcel.remove_hooks()
+        for hook in (hook for parcel in self._parcels for hook in parcel.hooks):
+            hook.remove()
 
     @abstractmethod
     def _send(self, number: int) -> None:
@@ -158,7 +153,7 @@ class GroupParcel(Parcel):
         self.group, self.cuts, self.count = group, group.cuts, len(group.positions)
         self.like, self.elements = group.flat[:0], group.flat.numel()
         self._owned, self._first, self._gradients = owned, group.cuts[rank].start, gradients
-        self._hooks = [
+        self.hooks = [
             gradients.parameters[position].register_post_accumulate_grad_hook(partial(self._made, position))
             for position in group.positions
         ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -9,21 +11,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_core.base.seeds import share_of
 from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.agreement import refuse_unfit_shares, require_agreement
-from ddp_core.reduction.communication import Channel, in_last_phase
-from ddp_core.reduction.flat import Gradients, in_memory_order
+from ddp_core.reduction.communication import Channel, Transfer, in_last_phase
+from ddp_core.reduction.flat import Gradients, in_memory_order, record_use
 from ddp_core.reduction.ordered_sum import groups_of
 from ddp_core.reduction.parts import order_of
+from ddp_core.reduction.tree import GradientTree, Span, add_, are_siblings, plan_for
 
-from .contiguous import THREADS, ContiguousPieces
 from .owns_part import OwnsPart, first_after_step
-from .parcels import GroupParcel
+from .parcels import GroupParcel, PartShares
 from .rounds import Rounds
-from .shards import Shards, shard_groups
+from .shards import FlatGroup, Shards, shard_groups
 from .updates import OwnUpdates
 
+_THREADS = 2
+"""A group is folded and sent while the one before it arrives and is added up; no more are on their way at a time.
+
+In two levels, one more is on its way between nodes.
+"""
 _UNDER_WAY = 4
 """So many groups of gradients may be on their way at a time with strided shares."""
 
@@ -61,7 +69,7 @@ class OwnsPieces(OwnsPart):
     ) -> None:
         super().__init__(module, optimizer, process_group)
         rank, world_size = (self.group.rank(), self.group.size()) if self.group is not None else (0, 1)
-        gradients = Gradients(module)
+        gradients = Gradients(module.named_parameters())
         nodes: list[list[int]] = []
         if self.group is not None:
             kind = f"{shares}, in {len(shard_groups(gradients.parameters))} flat tensors"
@@ -70,7 +78,7 @@ class OwnsPieces(OwnsPart):
         groups = groups_of(nodes)
         self._shards = Shards(gradients.parameters, order_of(groups, world_size))
         is_strided = shares == "strided" and self.group is not None
-        threads = None if is_strided or groups else THREADS
+        threads = None if is_strided or groups else _THREADS
         self._channel = Channel(self.group, self.device, timeout, nodes, threads=threads)
         self.owned = self._shards.owned(rank, gradients.names)
         self._owned_by_id = dict(zip(map(id, gradients.parameters), self.owned, strict=True))
@@ -108,3 +116,98 @@ class OwnsPieces(OwnsPart):
             return like
 
         self._channel.submit(in_last_phase(gather), like).wait()
+
+
+class ContiguousPieces(PartShares[GroupParcel]):
+    """Contiguous shares: a rank adds up what it can alone, in whole gradients, and sends in its last backward.
+
+    In that one each flat group is sent as soon as its gradients are there: every rank sends each other its range of its
+    subtrees, and adds up its own range in tree order. A gradient is let go of as soon as it is in a message.
+    Not one machine with `Rounds`: this way a rank sends once in a step, in place of once in every backward.
+    """
+
+    def share(self, micro_batches: int) -> range:
+        return share_of(micro_batches, self.channel.by_parts.rank, self.channel.by_parts.world_size)
+
+    def begin(self, micro_batches: int) -> None:
+        share = self.share(micro_batches)
+        self._tree = GradientTree(micro_batches, share.start, share.stop)
+        self._statistics = GradientTree(micro_batches, share.start, share.stop)
+        self._used = [[False] * parcel.count for parcel in self._parcels]
+        self._totals: list[torch.futures.Future[Tensor]] = []
+        self._begin_pass()
+        self._under_way = threading.BoundedSemaphore(self.channel.threads)
+
+    def backward(self, index: int) -> contextlib.AbstractContextManager[None]:
+        return self._opened() if index == self._tree.span.stop - 1 else contextlib.nullcontext()
+
+    def push(self, statistics: Tensor) -> None:
+        if self._tree.next_leaf == self._tree.span.stop - 1:
+            self._send_rest()
+        else:
+            self._tree.push(self.gradients.take())
+        if statistics.numel():
+            self._statistics.push([statistics])
+
+    def finish(self, statistics: Tensor) -> None:
+        self.gradients.refuse_foreign()
+        # A rank without a micro-batch has sent nothing yet.
+        self._send_rest()
+        if statistics.numel():
+            own = [tensor for subtree in self._statistics.subtrees for tensor in subtree.tensors if tensor is not None]
+            self.channel.sum(own, statistics, self._tree.leaves)
+        totals, self._totals = [total.wait() for total in self._totals], []
+        flags = [float(is_used) for of_parcel in self._used for is_used in of_parcel]
+        counts = torch.tensor(flags, device=self.channel.device)
+        # A count per rank is one leaf of a tree over ranks; small integers add exactly.
+        self.channel.sum([counts], counts, self.channel.by_parts.world_size)
+        self._give(totals, counts)
+
+    def _send(self, number: int) -> None:
+        """Fold this rank's gradients of a parcel, and sum them over ranks, in the background."""
+        parcel, tree = self._parcels[number], self._tree
+        group = parcel.group
+        subtrees = [(subtree.span, _taken(subtree.tensors, group)) for subtree in tree.subtrees]
+        if self.share(tree.leaves):
+            subtrees.append((tree.last_leaf, parcel.take()[0]))
+        for _, tensors in subtrees:
+            self._used[number] = [
+                is_used or tensor is not None for is_used, tensor in zip(self._used[number], tensors, strict=True)
+            ]
+
+        def job() -> Transfer:
+            own = _folded(group, subtrees, tree.leaves)
+            if not parcel.elements:
+                return parcel.like
+            with self._under_way:
+                plan = plan_for(tree.leaves, self.channel.by_parts.world_size)
+                (total,) = yield from self.channel.by_parts.fold(own, parcel.like, plan, group.cuts)
+                return total
+
+        self._totals.append(self.channel.submit(job(), group.flat))
+
+
+def _taken(tensors: list[Tensor | None], group: FlatGroup) -> list[Tensor | None]:
+    """Take the group's tensors out of a subtree, so that they are freed when they have been sent."""
+    taken = [tensors[position] for position in group.positions]
+    for position in group.positions:
+        tensors[position] = None
+    return taken
+
+
+def _folded(group: FlatGroup, subtrees: list[tuple[Span, list[Tensor | None]]], leaves: int) -> list[Tensor]:
+    """Add the last leaf's sibling subtrees to it; return this rank's flat subtrees, which leaves `subtrees` empty."""
+    own: list[Tensor] = []
+    while subtrees:
+        span, tensors = subtrees.pop()
+        record_use(tensors)
+        flat = group.flattened(tensors)
+        tensors.clear()
+        while not own and subtrees and are_siblings(subtrees[-1][0], span, leaves):
+            left, tensors = subtrees.pop()
+            record_use(tensors)
+            views: list[Tensor | None] = list(group.views(flat))
+            add_(views, tensors)
+            span = left._replace(stop=span.stop)
+        own.insert(0, flat)
+    return own

@@ -79,7 +79,9 @@ class OwnsRows(OwnsPart):
         super().__init__(module, optimizer, process_group)
         nodes: list[list[int]] = []
         if self.group is not None:
-            nodes = require_agreement(process_group, micro_batches, "strided, in rows", Gradients(module), node)
+            nodes = require_agreement(
+                process_group, micro_batches, "strided, in rows", Gradients(module.named_parameters()), node
+            )
             require_equal_weights(process_group, module, "before the first step")
         # Gathers are in another sequence than what the caller sends, such as losses, and the two must not mix.
         own = own_group(process_group, self.device)
@@ -103,7 +105,7 @@ class OwnsRows(OwnsPart):
         self._rounds = Rounds(
             [BlockParcel(part, by_parameter, own.size(), unread) for part in parts if sent_together(part)],
             rows,
-            _GradientsOfRows(rows),
+            Gradients((row.name, row.tensor) for row in rows),
             channel,
             None,  # which were compared above
             _UNDER_WAY,
@@ -170,15 +172,6 @@ class OwnsRows(OwnsPart):
         for name, rows in self._rows.items():
             rows.local.copy_(rows.of_whole(state[name]))
         self.module.load_state_dict({name: state[name] for name in state if name not in self._rows}, strict=False)
-
-
-class _GradientsOfRows(Gradients):
-    """The gradients of this rank's rows: they are set at the end of a step only."""
-
-    def __init__(self, rows: Sequence[Rows]) -> None:
-        trained = [row for row in rows if row.is_trained]
-        self.names = [row.name for row in trained]
-        self.parameters = [row.tensor for row in trained]
 
 
 def _wrapped(

@@ -43,31 +43,6 @@ class Sharding:
         """Whether each rank keeps a part of the parameters alone."""
         return self.mode == "parameters"
 
-    def refused_by(self, experiment: Experiment) -> str | None:
-        """Why the settings of an experiment leave no place for this mode; None where they do."""
-        if not self.is_any:
-            return None
-        usual = DdpOptions()
-        for name in ("static_graph", "communication_hook"):
-            if getattr(experiment.ddp, name) != getattr(usual, name):
-                return f"it does without DistributedDataParallel, so that the setting ddp.{name} would change nothing"
-        if experiment.sync_batch_norm:
-            return "sync_batch_norm is for the plain sums of DistributedDataParallel, and it does without that"
-        return None
-
-    def whole_parameters_needed_by(self, experiment: Experiment) -> str | None:
-        """Why the parameters of this experiment cannot be cut; None where they can, or where this mode cuts none."""
-        if not self.cuts_parameters:
-            return None
-        if experiment.ema_decay is not None:
-            return "ema_decay keeps an average of whole weights on every rank, and no rank has whole weights"
-        if experiment.memory_format != "contiguous":
-            return (
-                "parameters are cut between rows, which do not lie together with "
-                f"memory_format {experiment.memory_format}"
-            )
-        return None
-
     def check(self, experiment: Experiment, is_plain: bool, inexact_because: str | None, cuda_graph: bool) -> None:
         """Raise UserError (2) where this mode cannot be had for a request.
 
@@ -76,10 +51,28 @@ class Sharding:
         option = f"--shard {self.mode}"
         if not self.is_any:
             return
-        if (reason := self.refused_by(experiment)) is not None:
-            raise UserError(f"{option}: {reason}; leave --shard out")
-        if (reason := self.whole_parameters_needed_by(experiment)) is not None:
-            raise UserError(f"{option}: {reason}; use --shard gradients, or leave it out")
+        usual = DdpOptions()
+        for name in ("static_graph", "communication_hook"):
+            if getattr(experiment.ddp, name) != getattr(usual, name):
+                raise UserError(
+                    f"{option}: it does without DistributedDataParallel, so that the setting ddp.{name} would change "
+                    "nothing; leave --shard out"
+                )
+        if experiment.sync_batch_norm:
+            raise UserError(
+                f"{option}: sync_batch_norm is for the plain sums of DistributedDataParallel, and it does without "
+                "that; leave --shard out"
+            )
+        if self.cuts_parameters and experiment.ema_decay is not None:
+            raise UserError(
+                f"{option}: ema_decay keeps an average of whole weights on every rank, and no rank has whole weights; "
+                "use --shard gradients, or leave it out"
+            )
+        if self.cuts_parameters and experiment.memory_format != "contiguous":
+            raise UserError(
+                f"{option}: parameters are cut between rows, which do not lie together with memory_format "
+                f"{experiment.memory_format}; use --shard gradients, or leave it out"
+            )
         if inexact_because is not None:
             raise UserError(
                 f"{option} needs the exact reduction, which cannot be had here: {inexact_because}; leave --shard out"

@@ -59,10 +59,6 @@ class FlatGroup:
                 own = torch.from_dlpack(self.flat[start : start + parameter.numel()])
                 parameter.data = view_in(own, parameter).copy_(parameter)
 
-    def empty(self) -> Tensor:
-        """A flat tensor for values of all parameters of the group; what lies between two parameters is arbitrary."""
-        return torch.empty_like(self.flat)
-
     def views(self, flat: Tensor) -> list[Tensor]:
         """A flat tensor's parts, each with the shape and the sequence in memory of its parameter."""
         return [
@@ -75,19 +71,9 @@ class FlatGroup:
         first = tensors[0]
         if len(tensors) == 1 and first is not None and first.dtype == self.flat.dtype:
             return in_memory_order(first, self.like[0])
-        flat = self.empty()
+        flat = torch.empty_like(self.flat)  # what lies between two parameters is arbitrary
         fill_(self.views(flat), tensors)
         return flat
-
-    def ranges(self, rank: int) -> list[tuple[int, int, int]]:
-        """What `rank` owns: which parameter of the group, and which elements of it (start, stop)."""
-        cut, found = self.cuts[rank], []
-        for member, (begin, parameter) in enumerate(zip(self.starts, self.like, strict=False)):
-            start, stop = max(cut.start - begin, 0), min(cut.stop - begin, parameter.numel())
-            # A parameter without elements has a state in an optimizer, too.
-            if start < stop or (not parameter.numel() and rank == 0):
-                found.append((member, start, max(start, stop)))
-        return found
 
 
 class Shards:
@@ -113,10 +99,14 @@ class Shards:
         """
         found = [Owned(name, whole, 0, 0, None) for name, whole in zip(names, self.parameters, strict=True)]
         for group in self.groups:
-            for member, start, stop in group.ranges(rank):
-                position, begin, whole = group.positions[member], group.starts[member], group.like[member]
-                own = group.flat[begin + start : begin + stop] if whole.dim() else group.flat[begin]
-                found[position] = Owned(names[position], whole, start, stop, nn.Parameter(own))
+            cut = group.cuts[rank]
+            for position, begin, whole in zip(group.positions, group.starts, group.like, strict=False):
+                start, stop = max(cut.start - begin, 0), min(cut.stop - begin, whole.numel())
+                # A parameter without elements has a state in an optimizer, too.
+                if start < stop or (not whole.numel() and rank == 0):
+                    stop = max(start, stop)
+                    own = group.flat[begin + start : begin + stop] if whole.dim() else group.flat[begin]
+                    found[position] = Owned(names[position], whole, start, stop, nn.Parameter(own))
         return found
 
 

@@ -85,15 +85,6 @@ class OwnUpdates:
             [owned.get(id(parameter), parameter) for parameter in group["params"]] for group in optimizer.param_groups
         ]
         """The parameters of each group, in the sequence in which a whole state_dict numbers them."""
-        self._require_same_groups()
-        for group_of_optimizer, members in zip(optimizer.param_groups, self._members, strict=True):
-            group_of_optimizer["params"] = [tensor for member in members if (tensor := _updated(member)) is not None]
-        optimizer.state.clear()
-        if state["state"]:
-            self.load_whole_state(state)
-
-    def _require_same_groups(self) -> None:
-        """Raise UserError (2) on every rank where the ranks number their parameters in another sequence."""
         own = [[each.name if isinstance(each, Owned) else "" for each in members] for members in self._members]
         everyones = gathered(own, self._group)
         for rank, theirs in enumerate(everyones):
@@ -102,6 +93,11 @@ class OwnUpdates:
                     f"rank {rank} has the parameters of its optimizer's groups in another sequence than rank 0, so "
                     "a state would go to other parameters: make the groups from lists, since a set has no sequence"
                 )
+        for group_of_optimizer, members in zip(optimizer.param_groups, self._members, strict=True):
+            group_of_optimizer["params"] = [tensor for member in members if (tensor := _updated(member)) is not None]
+        optimizer.state.clear()
+        if state["state"]:
+            self.load_whole_state(state)
 
     def own_state(self) -> dict[str, Any]:
         """The state_dict of the optimizer over whole parameters, with a CutTensor for each tensor that is cut.

@@ -13,7 +13,6 @@ from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.builders import lay_out
 from ddp_core.observe.step import StepObserver, StepObservers
 from ddp_core.sharding import Sharding
-from ddp_core.trainers.bad_loss import BufferCopies, end_or_skip
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.callback_calls import CallbackCalls
 from ddp_core.trainers.checks import Guard
@@ -26,7 +25,7 @@ from ddp_core.trainers.noting import StepNotes
 from ddp_core.trainers.passes import Passes, WeightUpdate, require_scalable
 from ddp_core.trainers.retraining import Retraining
 from ddp_core.trainers.saving import Saving
-from ddp_core.trainers.step_losses import LossGate, StepLosses, steps_between_reading
+from ddp_core.trainers.step_losses import BufferCopies, LossGate, StepLosses, end_or_skip, steps_between_reading
 from ddp_core.trainers.strategy import SingleStrategy, Strategy
 from ddp_core.trainers.train_state import Steps, TrainState
 from ddp_core.trainers.witness import Witnessed
@@ -63,8 +62,13 @@ def build_trainer(job: Job) -> Trainer:
     passes = _passes(job)
     state = _fresh_state(job, passes)
     batches = _batches(job)
-    steps = _steps(job, state, batches)
-    clock = StepClock(state.model if _overlaps(job) else None, job.device)
+    total, only = job.experiment.total_steps(batches.steps_per_epoch), job.trial.only_steps
+    steps = Steps(state, batches.steps_per_epoch, total if only is None else min(total, only))
+    # Gradients are sent during backward, and a hook on parameters tells when the last one is done. Where parameters are
+    # cut, others take their place, and a hook on these would be lost.
+    is_watched = not job.options.cuda_graph and job.layout.shard != "parameters"
+    overlaps = is_watched and job.collectives.world.world_size > 1
+    clock = StepClock(state.model if overlaps else None, job.device)
     saving = Saving(job, clock, steps)
     guard = Guard(job, state, clock, saving)
     read_every = steps_between_reading(job.options, state, job.collectives)
@@ -137,20 +141,6 @@ def _batches(job: Job) -> Batches:
     # A process has the share of its rank; the only process of `dp` has all shares, one for each replica.
     shares = range(world.rank, cut.shares, world.world_size)
     return Batches(job.experiment, cut, splits.trained, loader, shares, splits.weights)
-
-
-def _steps(job: Job, state: TrainState, batches: Batches) -> Steps:
-    total, only = job.experiment.total_steps(batches.steps_per_epoch), job.trial.only_steps
-    return Steps(state, batches.steps_per_epoch, total if only is None else min(total, only))
-
-
-def _overlaps(job: Job) -> bool:
-    """Whether gradients are sent during backward, and a hook on parameters can tell when the last one is done.
-
-    Where parameters are cut, others take their place, and a hook on these would be lost.
-    """
-    is_watched = not job.options.cuda_graph and job.layout.shard != "parameters"
-    return job.collectives.world.world_size > 1 and is_watched
 
 
 def _strategy_of(job: Job) -> type[Strategy]:

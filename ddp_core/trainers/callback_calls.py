@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -35,14 +35,16 @@ class EndRequest(NamedTuple):
     """Whether every rank calls it, so that every rank must ask."""
 
 
-class CallbackProgress(NamedTuple):
-    """What the callbacks of rank 0 have been told last, and what they want to be kept after it."""
+@dataclass
+class CallbackProgress:
+    """What the callbacks of a rank have been told last, and what they want to be kept after it."""
 
-    step: int
-    methods: tuple[Method, ...]
+    step: int = -1
+    methods: set[Method] = field(default_factory=set)
     """Those that were called after this step."""
-    asked: dict[int, EndRequest]
-    states: dict[str, Any]
+    asked: dict[int, EndRequest] = field(default_factory=dict)
+    """The callbacks that have asked to end the run after it, by their positions."""
+    states: dict[str, Any] = field(default_factory=dict)
 
 
 def newest_told(told: Iterable[CallbackProgress | None], step: int) -> CallbackProgress | None:
@@ -67,12 +69,7 @@ class CallbackCalls(StepObserver):
         self._loss: float | None = None
         self._methods: set[Method] = set()
         """In which methods a callback of any rank may ask to end the run."""
-        self._step = -1
-        """After which the callbacks were called last."""
-        self._called: set[Method] = set()
-        """The methods that were called after it."""
-        self._asked: dict[int, EndRequest] = {}
-        """The callbacks that have asked to end the run after it, by their positions."""
+        self._told = CallbackProgress()
         self._first_has_any = False
         self._shared: CallbackProgress | None = None
         """What rank 0 has let this rank know."""
@@ -91,13 +88,13 @@ class CallbackCalls(StepObserver):
         if not self._job.is_first or not self._callbacks:
             return self._shared
         states = in_host_memory(self._steps.state.states_of_callbacks(), self._job.device)
-        return CallbackProgress(self._step, tuple(self._called), self._asked, states)
+        return replace(self._told, states=states)
 
     def take_over(self, told: CallbackProgress | None, loss: float) -> None:
         """Go on after what the callbacks were told last; `loss` is that of the newest step."""
         self._loss, self._shared = loss, told
         if told is not None:
-            self._step, self._called, self._asked = told.step, set(told.methods), told.asked
+            self._told = told
 
     def before_step(self, batch: StepBatch) -> None:
         self._loss = None
@@ -135,7 +132,7 @@ class CallbackCalls(StepObserver):
         """
         if method not in self._methods or self._steps.are_done:
             return
-        collectives, asked = self._job.collectives, self._asked
+        collectives, asked = self._job.collectives, self._told.asked
         if not collectives.sum_(torch.tensor([float(bool(asked))])).item():
             return
         by_rank: list[dict[int, EndRequest]] = collectives.gather(asked)
@@ -152,9 +149,9 @@ class CallbackCalls(StepObserver):
 
     def _call(self, method: Method, epoch: int, loss: float | None, is_evaluated: bool = False) -> None:
         state, directory = self._steps.state, self._job.run.directory
-        if state.step != self._step:
-            self._step, self._called, self._asked = state.step, set(), {}
-        if not self._callbacks or method in self._called:
+        if state.step != self._told.step:
+            self._told = CallbackProgress(state.step)
+        if not self._callbacks or method in self._told.methods:
             return
         assert directory is not None, "callbacks are called in a run directory"
         moment = Moment(
@@ -174,20 +171,15 @@ class CallbackCalls(StepObserver):
             for position, callback in self._callbacks:
                 try:
                     getattr(callback, method)(replace(moment, _stop=partial(self._ask, position, callback)))
-                except StopIteration as error:
-                    raise _not_so(callback, error) from None
-        self._called.add(method)
+                except StopIteration as error:  # as in some other frameworks
+                    frame = traceback.extract_tb(error.__traceback__)[-1]
+                    raise UserError(
+                        f"{frame.filename}:{frame.lineno}: callback {type(callback).__name__} raised StopIteration: to "
+                        'end the run early, call moment.stop("the reason")'
+                    ) from None
+        self._told.methods.add(method)
 
     def _ask(self, position: int, callback: Callback, reason: str) -> None:
         """Keep that a callback asks to end the run; its first reason counts."""
         words = " ".join(str(reason).split()) or "no reason given"
-        self._asked.setdefault(position, EndRequest(words, type(callback).__name__, callback.ranks == "all"))
-
-
-def _not_so(callback: Callback, error: StopIteration) -> UserError:
-    """The error for a callback that raises StopIteration, as in some other frameworks."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return UserError(
-        f"{frame.filename}:{frame.lineno}: callback {type(callback).__name__} raised StopIteration: to end the run "
-        'early, call moment.stop("the reason")'
-    )
+        self._told.asked.setdefault(position, EndRequest(words, type(callback).__name__, callback.ranks == "all"))

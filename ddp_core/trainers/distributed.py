@@ -10,7 +10,6 @@ import gc
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,10 +22,7 @@ from ddp_core.trainers.strategy import SingleStrategy
 class DistributedStrategy(SingleStrategy):
     """Computes this rank's share of every global batch."""
 
-    module: nn.Module
-    """The model, or what wraps it."""
-    loss_copies = 1
-    """By how much the reduction divides its sums, so that the loss is weighted with it."""
+    sends_in_backward = True
     _is_set_up = False
 
     def set_up(self) -> None:
@@ -47,46 +43,9 @@ class DistributedStrategy(SingleStrategy):
         self.job.collectives.when_left_behind(self.reduction.give_up)
         self._is_set_up = True
 
-    def compute_gradients(self, batch: StepBatch) -> None:
-        """Forward and backward of this rank's micro-batches; the last backward also sends gradients and losses."""
-        if not batch.micro_batches:
-            self.write_along(batch)
-        self.reduction.begin(self.batches.cut.count(batch.samples))
-        weight = self.passes.loss_weight(batch.divisor, self.loss_copies)
-        for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
-            with self.micro_batch(batch, part):
-                loss = self.passes.loss(self.module, inputs, targets)
-                self.losses.put(part.index, loss.detach())
-                self.clock.lap("forward")
-                if self.batches.cut.is_strided:
-                    self.losses.tell_wait()  # each backward exchanges gradients, not only the last
-                if part is batch.micro_batches[-1]:
-                    self.send_losses(batch)
-                self.passes.backward(loss, weight)
-                self.clock.lap_backward()
-            if self.batches.cut.is_strided:
-                # What backward has not sent yet is sent at the end of the block.
-                self.clock.lap("exposed_communication")
-        if not batch.micro_batches:
-            self.join_empty_handed(batch)
-        self.join_last_round(batch)
-        self.reduction.finish()
-
-    def join_last_round(self, batch: StepBatch) -> None:
-        """Take part in what other ranks still do for the step; overridden where all ranks must."""
-
-    def join_empty_handed(self, batch: StepBatch) -> None:
-        """Take part in a step without a micro-batch: an incomplete last batch may leave none for this rank."""
-        self.send_losses(batch)
-
     def retrain(self) -> None:
         with self.job.collectives.connecting(self.job.collectives.uses_nccl):
-            self.drop()
-            self.passes.forget()
-            self.set_up()
-
-    def clip_gradients(self, max_norm: float) -> None:
-        self.reduction.clip_gradients_(max_norm)
+            super().retrain()
 
     def settle_buffers(self) -> None:
         """Take rank 0's buffers, as DDP's next forward would: in plain mode, each rank changes its own only.
@@ -103,12 +62,9 @@ class DistributedStrategy(SingleStrategy):
     def close(self) -> None:
         """End the communication threads, then drop DDP: its reducer must be gone before the process group is."""
         with self.job.collectives.connecting(self.job.collectives.uses_nccl):
-            self.drop()
-
-    def drop(self) -> None:
-        self.reduction.close(waits=self.job.collectives.waits_to_part)
-        del self.reduction, self.module
-        gc.collect()
+            self.reduction.close(waits=self.job.collectives.waits_to_part)
+            del self.reduction, self.module
+            gc.collect()
 
     def wrapped(self) -> DistributedDataParallel:
         """The model in DistributedDataParallel, with the experiment's settings for it."""

@@ -153,7 +153,7 @@ def evaluate(
     if metrics is not None:
         from ddp_core.trainers.own_metrics import OwnFigures
 
-        own = OwnFigures(metrics, batches, device)
+        own = OwnFigures(metrics, device)
     training = model.training
     model.eval()
     loader = Loader(dataset, collate=collate, device=device)

@@ -120,7 +120,9 @@ class MetricStates:
         states: dict[_State, Any] = {}
         attributes: dict[str, str] = {}
         for place, part in _parts(metric):
-            _require_no_history(name, part)
+            for kind in type(part).__mro__:
+                if kind.__module__.startswith("torchmetrics.") and (over := _ACROSS_BATCHES.get(kind.__name__)):
+                    raise _refusal(name, part, f"it looks at {over}")
             for state, reduction in part._reductions.items():
                 reductions[place, state] = _reduction(name, part, state, reduction)
                 states[place, state] = map_tensors(lambda tensor: tensor.detach().clone(), getattr(part, state))
@@ -166,12 +168,6 @@ def _plain_attributes(part: Metric, besides: Collection[str]) -> Iterator[tuple[
         if name not in besides and name not in _TORCHS and all(isinstance(each, _PLAIN) for each in values):
             texts = [checksum(each) if isinstance(each, Tensor) else repr(each) for each in values]
             yield name, texts[0] if values is not value and texts else str(texts)
-
-
-def _require_no_history(name: str, part: Metric) -> None:
-    for kind in type(part).__mro__:
-        if kind.__module__.startswith("torchmetrics.") and (over := _ACROSS_BATCHES.get(kind.__name__)):
-            raise _refusal(name, part, f"it looks at {over}")
 
 
 def _reduction(name: str, part: Metric, state: str, reduction: Any) -> str:

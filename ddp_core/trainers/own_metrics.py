@@ -5,23 +5,40 @@ from __future__ import annotations
 import math
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.user_code import user_code
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.trainers.metric_states import MetricStates
-from ddp_core.trainers.named_sums import NamedMetric, NamedSums
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
 _TAKEN = ("loss", "accuracy")  # names of figures that every evaluation has
+
+NamedMetric = Callable[..., Any]
+"""`metric(outputs, targets)` returns what is added up over the batches: (sum, count), a total, or a dict of these."""
+
+
+class _Name(NamedTuple):
+    """The name of a metric, empty for the function `metrics`, and the key of a figure in the dict that it returns."""
+
+    metric: str
+    key: str
+
+    def __str__(self) -> str:
+        return "_".join(filter(None, self))
+
+
+_Kinds = dict[_Name, str]
+"""For each name, in words, which kind of number its total is, or its sum and its count, and their shapes."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +79,75 @@ class OwnMetrics:
         return cls(list(named), functions, states)
 
 
+class NamedSums:
+    """Adds up the figures of the evaluation batches that this rank computes, exactly, whoever computes which batch.
+
+    Whole numbers are added as int64, which is exact in any sequence. Floating-point numbers are kept for each batch, so
+    that `math.fsum` rounds once. Those on a GPU are read when all batches are done, so that the host waits for none.
+    """
+
+    def __init__(self, metrics: Mapping[str, NamedMetric]) -> None:
+        self._metrics = metrics
+        self._kinds: _Kinds | None = None
+        self._parts: dict[tuple[_Name, int], list[Tensor]] = {}
+        """Of each total, or sum or count: that of each batch, or of all together where it is a whole number."""
+
+    def add(self, outputs: Any, targets: Any) -> None:
+        """Add the figures of one batch. Raises UserError where a function returns something else than it should."""
+        found: dict[_Name, tuple[Tensor, ...]] = {}
+        for metric, function in self._metrics.items():
+            with user_code("your metrics"):
+                values = function(outputs, targets)
+            found |= {name: _parts(name, value) for name, value in _by_name(metric, values)}
+        kinds: _Kinds = {name: " and ".join(map(_kind, parts)) for name, parts in found.items()}
+        if self._kinds is not None:
+            _require_same_kinds(self._kinds, kinds)
+        self._kinds = kinds
+        for name, parts in found.items():
+            for number, part in enumerate(parts):
+                before = self._parts.setdefault((name, number), [])
+                if before and not part.is_floating_point():
+                    before[0] += part
+                else:
+                    before.append(part.clone())  # the function may go on to change its tensor
+
+    def figures(self, collectives: Collectives) -> Callable[[], dict[str, Any]]:
+        """Gather the parts of all ranks, and return what makes the figures of their sums.
+
+        A mean, a total, or what the metric's own `finish` returns.
+        """
+        own = {key: torch.stack(parts).cpu() for key, parts in self._parts.items()}
+        every = [each for each in collectives.gather((self._kinds, own)) if each[0] is not None]
+        for kinds, _ in every[1:]:
+            _require_same_kinds(every[0][0], kinds)
+        sums: dict[_Name, list[Any]] = {}
+        for key in sorted(every[0][1]) if every else ():
+            sums.setdefault(key[0], []).append(_total(torch.cat([parts[key] for _, parts in every])))
+        return lambda: {metric: self._finished(metric, function, sums) for metric, function in self._metrics.items()}
+
+    def _finished(self, metric: str, function: NamedMetric, sums: Mapping[_Name, list[Any]]) -> Any:
+        own = {name.key: parts for name, parts in sums.items() if name.metric == metric}
+        finish = getattr(function, "finish", None)
+        if finish is None:
+            quotients = np.vectorize(_quotient, otypes=[object])
+            figures = {key: quotients(*parts).tolist() for key, parts in own.items()}
+            return figures.get("", figures)
+        told = {key: _as_tensors(parts) for key, parts in own.items()}
+        with user_code("your metrics"):
+            return finish(told.get("", told))
+
+
 class OwnFigures:
     """The own metrics of one evaluation; `add` is called for the batches that this rank computes."""
 
-    def __init__(self, metrics: OwnMetrics, batches: int, device: torch.device) -> None:
+    def __init__(self, metrics: OwnMetrics, device: torch.device) -> None:
         self._names = metrics.names
-        self._sums = NamedSums(metrics.functions, batches)
+        self._sums = NamedSums(metrics.functions)
         self._states = MetricStates(metrics.of_torchmetrics, device, metrics.are_tried)
 
     def add(self, batch: int, outputs: Any, targets: Any) -> None:
         """Count one batch. Raises UserError for a metric that cannot be counted batch by batch."""
-        self._sums.add(batch, outputs, targets)
+        self._sums.add(outputs, targets)
         self._states.add(batch, outputs, targets)
 
     def all(self, collectives: Collectives) -> dict[str, Any]:
@@ -137,3 +212,77 @@ def _plain(name: str, value: Any) -> Any:
     if value is None or isinstance(value, int):
         return value
     raise UserError(f"metrics: {name} is a {type(value).__name__}; a figure is a number, a tensor, or a dict of them")
+
+
+def _total(parts: Tensor) -> Any:
+    """The sum of these parts, an array of Python's numbers."""
+    shape, columns = parts.shape[1:], parts.view(len(parts), -1 if parts.numel() else 0).T.tolist()
+    add = math.fsum if parts.is_floating_point() else sum
+    return np.array([add(column) for column in columns], dtype=object).reshape(shape)
+
+
+def _by_name(metric: str, found: Any) -> Iterator[tuple[_Name, Any]]:
+    """What a metric returned, by the names of its figures."""
+    if not isinstance(found, Mapping):
+        if not metric:
+            raise UserError(
+                f"metrics returned a {type(found).__name__}; "
+                "it returns a dict of name -> (sum, count) or name -> tensor"
+            )
+        yield _Name(metric, ""), found
+        return
+    for key, value in found.items():
+        if not isinstance(key, str) or not key:
+            raise UserError(f"{metric or 'metrics'} returned a figure named {key!r}; a name is a str")
+        yield _Name(metric, key), value
+
+
+def _parts(name: _Name, value: Any) -> tuple[Tensor, ...]:
+    """The total of a figure, or its sum and count, in int64 or float64, on the device where the function left them."""
+    parts = tuple(_number(name, part) for part in (value if isinstance(value, tuple | list) else (value,)))
+    if isinstance(value, tuple | list) and len(parts) != 2:
+        raise UserError(f"metrics: {name} has {len(parts)} parts; it is a pair (sum, count) or one tensor")
+    if len(parts) == 2 and parts[1].shape not in (parts[0].shape, torch.Size()):
+        raise UserError(
+            f"metrics: {name} has a sum of shape {list(parts[0].shape)} and a count of shape {list(parts[1].shape)}; "
+            "the count is one number, or has the sum's shape"
+        )
+    return parts
+
+
+def _number(name: _Name, part: Any) -> Tensor:
+    if isinstance(part, int | float):
+        return torch.tensor(part, dtype=torch.float64 if isinstance(part, float) else torch.int64)
+    if not isinstance(part, Tensor) or part.is_complex():
+        kind = str(part.dtype) if isinstance(part, Tensor) else type(part).__name__
+        raise UserError(f"metrics: {name} is a {kind}; it is a tensor, a number, or a pair of them (sum, count)")
+    return part.detach().to(torch.float64 if part.is_floating_point() else torch.int64)
+
+
+def _require_same_kinds(ours: _Kinds, theirs: _Kinds) -> None:
+    if ours.keys() != theirs.keys():
+        names, others = (", ".join(sorted(map(str, kinds))) for kinds in (ours, theirs))
+        raise UserError(
+            f"metrics returned {names} for one batch and {others} for another; return the same names for every batch"
+        )
+    for name, kinds in ours.items():
+        if kinds != theirs[name]:
+            raise UserError(
+                f"metrics: {name} is {kinds} for one batch and {theirs[name]} for another; sum "
+                "over the samples, so that the shape does not depend on their number"
+            )
+
+
+def _kind(part: Tensor) -> str:
+    return f"{'float' if part.is_floating_point() else 'int'} {list(part.shape)}"
+
+
+def _quotient(total: float, count: float | None = None) -> float | None:
+    """The total, or sum / count; None where nothing was counted."""
+    return None if count == 0 else total if count is None else total / count
+
+
+def _as_tensors(parts: list[Any]) -> Tensor | tuple[Tensor, ...]:
+    """A total, or a sum and its count, as float64 on the CPU, in which a division by zero is no error."""
+    tensors = tuple(torch.tensor(part.tolist(), dtype=torch.float64) for part in parts)
+    return tensors if len(tensors) > 1 else tensors[0]

@@ -47,15 +47,6 @@ def _summed_loss(loss: Any, name: str) -> Tensor:
     )
 
 
-def _require_gradient(loss: Tensor, name: str) -> None:
-    """Raises UserError where backward could not begin, because nothing that is trained leads to the loss."""
-    if not loss.requires_grad:
-        raise UserError(
-            f"{called('loss', name)} has no gradient, because nothing that is trained leads to it: look for .detach(), "
-            ".item(), .numpy(), argmax, a comparison or torch.no_grad() in your model and your loss"
-        )
-
-
 class Passes:
     """Computes outputs, losses and gradients of micro-batches, in the experiment's precision.
 
@@ -101,8 +92,11 @@ class Passes:
     def loss(self, module: nn.Module, inputs: Tree, targets: Tree) -> Tensor:
         """The loss of one micro-batch from the loader, summed over its samples."""
         loss = self.outputs_and_loss(module, inputs, targets)[2]
-        if torch.is_grad_enabled():
-            _require_gradient(loss, self._loss_name)
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise UserError(
+                f"{called('loss', self._loss_name)} has no gradient, because nothing that is trained leads to it: look "
+                "for .detach(), .item(), .numpy(), argmax, a comparison or torch.no_grad() in your model and your loss"
+            )
         return loss
 
     def forget(self) -> None:

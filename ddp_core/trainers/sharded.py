@@ -48,6 +48,9 @@ class ShardedStrategy(DistributedStrategy):
             "at first: set requires_grad in the model's function, once for the whole run, or leave --shard out"
         )
 
+    def clip_gradients(self, max_norm: float) -> None:
+        self.owned.reduction.clip_gradients_(max_norm)
+
     def join_last_round(self, batch: StepBatch) -> None:
         """Run the passes of other ranks' micro-batches along, where this rank has none: each gathers the parameters.
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
 
 from ddp_core.base.seeds import MicroBatchSeed, generators_kept
-from ddp_core.config.cut import MicroBatch
 from ddp_core.model.forward_state import ForwardState
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import ExactReduction, clip_gradients_, gradient_norm
@@ -109,33 +107,53 @@ class SingleStrategy(Strategy):
 
     reduction: ExactReduction | PlainReduction
     """Adds up the gradients of the micro-batches."""
+    module: nn.Module
+    """The model, or what wraps it."""
+    sends_in_backward = False
+    """Whether the last backward of a step sends gradients to other ranks, so that losses are sent beside it."""
+    loss_copies = 1
+    """By how much the reduction divides its sums, so that the loss is weighted with it."""
 
     def set_up(self) -> None:
         kind = ExactReduction if self.job.is_exact else PlainReduction
-        self.reduction = kind(self.model, self.batches.cut.micro_batches)
-
-    @contextlib.contextmanager
-    def micro_batch(self, batch: StepBatch, part: MicroBatch) -> Iterator[None]:
-        """Run forward and backward of one micro-batch inside: seeded, and reduced."""
-        self.seeds(batch.step, part.index)
-        with self.reduction.micro_batch(part.index, part.stop - part.start):
-            yield
+        self.module = self.model
+        self.reduction = kind(self.module, self.batches.cut.micro_batches)
 
     def compute_gradients(self, batch: StepBatch) -> None:
+        """Forward and backward of this process's micro-batches; among ranks, the last one also sends what it makes."""
+        if not batch.micro_batches:
+            self.write_along(batch)
         self.reduction.begin(self.batches.cut.count(batch.samples))
-        weight = self.passes.loss_weight(batch.divisor)
+        weight = self.passes.loss_weight(batch.divisor, self.loss_copies)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
-            with self.micro_batch(batch, part):
-                loss = self.passes.loss(self.model, inputs, targets)
+            self.seeds(batch.step, part.index)
+            with self.reduction.micro_batch(part.index, part.stop - part.start):
+                loss = self.passes.loss(self.module, inputs, targets)
                 self.losses.put(part.index, loss.detach())
                 self.clock.lap("forward")
+                if self.batches.cut.is_strided:
+                    self.losses.tell_wait()  # each backward exchanges gradients, not only the last
+                if part is batch.micro_batches[-1] and self.sends_in_backward:
+                    self.send_losses(batch)
                 self.passes.backward(loss, weight)
                 self.clock.lap_backward()
-        self.send_losses(batch)
+            if self.batches.cut.is_strided:
+                # What backward has not sent yet is sent at the end of the block.
+                self.clock.lap("exposed_communication")
+        if not (batch.micro_batches and self.sends_in_backward):
+            self.join_empty_handed(batch)
+        self.join_last_round(batch)
         self.reduction.finish()
 
+    def join_last_round(self, batch: StepBatch) -> None:
+        """Take part in what other ranks still do for the step; overridden where all ranks must."""
+
+    def join_empty_handed(self, batch: StepBatch) -> None:
+        """Send what no backward has: an incomplete last batch may leave no micro-batch for this rank."""
+        self.send_losses(batch)
+
     def retrain(self) -> None:
-        self.reduction.close()
+        self.close()
         self.passes.forget()
         self.set_up()
 

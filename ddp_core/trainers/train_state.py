@@ -18,7 +18,7 @@ from ddp_core.checkpoint.state import without_queues
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.optimizers import require_saveable
 from ddp_core.observe.callback import Callback
-from ddp_core.sharding import Ownership, OwnsAll
+from ddp_core.sharding import Ownership
 
 
 def score_of(evaluation: dict[str, Any], best: str | None) -> float:
@@ -64,16 +64,6 @@ class Position:
 
 
 @dataclass
-class _Mark:
-    """A moment to which a step that is not finished can go back."""
-
-    is_settled: bool = True
-    position: Position = field(default_factory=Position)
-    buffers: tuple[int, list[Tensor]] = (-1, [])
-    """The step count at the last `keep_buffers`, and copies of the buffers then."""
-
-
-@dataclass
 class TrainState:
     """The record that a checkpoint holds: weights, optimizer and the like, and the position."""
 
@@ -91,10 +81,15 @@ class TrainState:
     """What this process has of weights and optimizer state: all of both, until they are cut."""
     _newest_evaluation: tuple[int, bool] = field(init=False, default=(-1, False))
     """The step after which an evaluation was made here, and whether it is the best so far; not saved."""
-    _mark: _Mark = field(init=False, default_factory=_Mark)
+    is_settled: bool = field(init=False, default=True)
+    """Whether what follows the update of step `step` is done, too: an evaluation, a digest, a save."""
+    marked: Position = field(init=False)
+    """The position of the last `mark`."""
+    _buffers: tuple[int, list[Tensor]] = field(init=False, default=(-1, []))
+    """The step count at the last `keep_buffers`, and copies of the buffers then."""
 
     def __post_init__(self) -> None:
-        self.ownership = OwnsAll(self.model, self.optimizer)
+        self.ownership = Ownership(self.model, self.optimizer)
         self.mark()
         self._built = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
 
@@ -142,19 +137,22 @@ class TrainState:
         """Whether an evaluation was made after the newest step, and its figures are the best so far."""
         return self._newest_evaluation == (self.step, True)
 
-    def state_dict(self, in_parts: bool = False) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The state in nested dictionaries of tensors and plain JSON types.
 
-        Where something is sharded, a collective; its state is then whole on rank 0, and None on the other ranks.
-        With `in_parts` it is on every rank a tree with CutTensors of what this rank has, and no tensor is sent.
+        Where something is sharded, a collective that sends no tensor: the state has CutTensors of what this rank has,
+        of which `ownership.whole_on_first` makes the whole.
         """
-        owned = self.ownership
+        average: dict[str, Any] | None = None
+        if self.average is not None:
+            own, average = self.ownership.own_weights(self.average.module), self.average.state_dict()
+            average.update({f"module.{name}": value for name, value in own.items()})
         return {
-            "model": owned.own_weights() if in_parts else owned.whole_weights(),
-            "optimizer": owned.own_state() if in_parts else owned.whole_state(),
+            "model": self.ownership.own_weights(),
+            "optimizer": self.ownership.own_state(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "schedule": None if self.schedule is None else without_queues(self.schedule.state_dict()),
-            "average": self.averages(in_parts),
+            "average": average,
             "callbacks": self.states_of_callbacks(),
             "requires_grad": {
                 name: parameter.requires_grad
@@ -166,36 +164,26 @@ class TrainState:
 
     def mark(self, is_settled: bool = True) -> None:
         """Keep the position as that of a moment to which a step that is not finished can go back."""
-        self._mark.is_settled, self._mark.position = is_settled, replace(self.position)
+        self.is_settled, self.marked = is_settled, replace(self.position)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether what follows the update of step `step` is done, too: an evaluation, a digest, a save."""
-        return self._mark.is_settled
-
-    @property
-    def marked_at(self) -> tuple[int, bool]:
-        """The step of the last `mark`, and whether it was settled."""
-        return self._mark.position.step, self.is_settled
-
-    def marked(self) -> dict[str, Any]:
+    def marked_state(self) -> dict[str, Any]:
         """The state of the last `mark`; whole weights only, and to be called when the reduction is closed.
 
         A step that was not finished has changed nothing else by then: weights, optimizer, average, scaler and schedule
         change in the update alone, which waits for no rank; buffers, which change before, are put back.
         """
-        if self._mark.buffers[0] == self.step:
+        if self._buffers[0] == self.step:
             self.put_back_buffers()
-        return {**self.state_dict(), "position": asdict(self._mark.position)}
+        return {**self.state_dict(), "position": asdict(self.marked)}
 
     def keep_buffers(self) -> None:
         """Keep copies of the buffers, until this is called again."""
-        self._mark.buffers = self.step, [buffer.clone() for buffer in self.model.buffers()]
+        self._buffers = self.step, [buffer.clone() for buffer in self.model.buffers()]
 
     @torch.no_grad()
     def put_back_buffers(self) -> None:
         """Give the buffers the values of the last `keep_buffers`."""
-        for buffer, value in zip(self.model.buffers(), self._mark.buffers[1], strict=True):
+        for buffer, value in zip(self.model.buffers(), self._buffers[1], strict=True):
             buffer.copy_(value)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -235,16 +223,6 @@ class TrainState:
                 require_saveable(state, f"callback {type(callback).__name__} has a state_dict")
                 kept[name] = state
         return kept
-
-    def averages(self, in_parts: bool) -> dict[str, Any] | None:
-        """The state dict of the averaged weights, whole on all ranks; with `in_parts` cut as the weights are."""
-        if self.average is None:
-            return None
-        state: dict[str, Any] = self.average.state_dict()
-        if in_parts:
-            own = self.ownership.own_weights(self.average.module)
-            state.update({f"module.{name}": value for name, value in own.items()})
-        return state
 
 
 @dataclass(frozen=True)

@@ -174,10 +174,7 @@ def sum_in_rounds(parts: Parts, leaves: Sequence[Tensor]) -> Tensor:
     total = RoundSum(parts, leaves[0].numel(), leaves[0], len(leaves))
     for first in range(0, len(leaves), parts.world_size):
         mine = first + parts.rank
-        flat = total.empty() if mine < len(leaves) else None
-        if flat is not None:
-            flat.copy_(leaves[mine])
-        for _ in total.push(flat):
+        for _ in total.push(leaves[mine].clone() if mine < len(leaves) else None):
             pass
     return total.total()
 

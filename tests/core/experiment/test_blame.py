@@ -22,7 +22,7 @@ from ddp_core.experiment.file import LoadedExperiment, load_experiment
 from ddp_core.model.losses import cross_entropy
 from ddp_core.observe.step import StepBatch, StepObserver, StepObservers
 from ddp_core.reduction import ExactReduction
-from ddp_core.trainers.named_sums import NamedSums
+from ddp_core.trainers.own_metrics import NamedSums
 from ddp_core.trainers.passes import Passes, WeightUpdate
 from ddp_core.trainers.train_state import TrainState
 from tests.support.wording import refusing
@@ -97,7 +97,7 @@ def test_a_line_of_the_experiments_own_file_is_named(tmp_path: Path) -> None:
         "experiment = Experiment(name='mine', global_batch_size=4)\n"
     )
     metrics = load_experiment(str(path)).namespace["metrics"]
-    error = raised_by(lambda: NamedSums({"": metrics}, 1).add(0, 3, 4))
+    error = raised_by(lambda: NamedSums({"": metrics}).add(3, 4))
     assert blame.unforeseen(error) == (ExitCode.BAD_INPUT, f"{path}:5: KeyError: 3")
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ddp_core.live import lines
 from ddp_core.live.lines import Lines
 from ddp_core.live.members import Members
+from ddp_core.live.membership import Membership
 from tests.support.commands import wait_until
 
 SOON = 20.0
@@ -29,7 +30,7 @@ def store() -> dist.TCPStore:
 @pytest.fixture
 def members(store: dist.TCPStore) -> Members:
     members = Members(store)
-    members.begin(["0.0@0", "0.0@1"])
+    members.begin(Membership(0, ("0.0@0", "0.0@1")))
     return members
 
 

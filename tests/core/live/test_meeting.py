@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from ddp_core.launch.nodes import Meeting
 from ddp_core.live import meeting as live_meeting
-from ddp_core.live.meeting import LiveRendezvous, StoreSearch
+from ddp_core.live.meeting import LiveRendezvous
 from ddp_core.live.members import Members
 from ddp_core.live.membership import Membership, node_of
 from tests.support.commands import wait_until
@@ -147,12 +147,11 @@ def test_where_others_have_begun_in_the_new_store_they_count(
     assert {node_of(name) for name in members_of(other, empty).now().members} == {0}
 
 
-def test_a_store_is_searched_until_somebody_listens() -> None:
-    lost = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = lost.port
-    search = StoreSearch("127.0.0.1", port)
-    wait_until(lambda: search.has_found, HANG, "it is found")
-    search.end()
-    never = StoreSearch("127.0.0.1", 9)
-    never.end()
-    assert not never.has_found
+def test_a_store_is_searched_until_somebody_listens(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = place(store, 1, 1)
+    wait_until(each.search().is_set, HANG, "it is found")
+    monkeypatch.setattr(live_meeting, "_SEARCH_SECONDS", 0.01)
+    monkeypatch.setattr(each, "_port", 9)
+    never = each.search()
+    assert not never.wait(0.1)
+    never.set()

@@ -26,7 +26,7 @@ def test_who_comes_when_the_others_have_stopped_waiting_leaves_as_well(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
     monkeypatch.setattr(live, "store_at", lambda *_: store)
     members, first = Members(store), Membership(0, (MINE, OTHER))
-    members.begin(first.members)
+    members.begin(first)
     members.note_here(0, OTHER)
     members.note_left(0, OTHER, 7)
     member = Member(World(0, 2, member=MINE, members_at="here:1/list", report_dir=tmp_path), timeout=60)

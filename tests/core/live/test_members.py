@@ -20,7 +20,7 @@ def store() -> dist.TCPStore:
 
 def begun(store: dist.Store, most_nodes: int = 3) -> Members:
     members = Members(store, most_nodes)
-    members.begin(FIRST.members)
+    members.begin(FIRST)
     return members
 
 

@@ -25,10 +25,8 @@ def sums_on_rank(of_counts: dict[int, Tensor], groups: tuple[tuple[int, ...], ..
     for micro_batches, leaves in of_counts.items():
         total = RoundSum(parts, ELEMENTS, leaves[0], micro_batches)
         for first in range(0, micro_batches, parts.world_size):
-            flat = total.empty() if first + parts.rank < micro_batches else None
-            if flat is not None:
-                flat.copy_(leaves[first + parts.rank])
-            at_once(total.push(flat))
+            has_leaf = first + parts.rank < micro_batches
+            at_once(total.push(leaves[first + parts.rank].clone() if has_leaf else None))
             assert len(total._subtrees) <= math.log2(micro_batches) + 1
         found.append(total.total())
     return found

@@ -103,7 +103,7 @@ def test_values_are_compared_in_the_steps_that_are_powers_of_two(monkeypatch: py
 def test_gradients_that_nobody_takes_are_named() -> None:
     net = nn.Linear(2, 2)
     net.bias.requires_grad_(False)
-    gradients = Gradients(net)
+    gradients = Gradients(net.named_parameters())
     net.bias.requires_grad_(True)
     net.bias.grad = torch.ones(2)
     gradients.refuse_foreign()
@@ -171,6 +171,8 @@ def test_a_host_is_a_node_where_nobody_says_otherwise(monkeypatch: pytest.Monkey
     named = (None, "there", "here", "there")
 
     def nodes(group: Any) -> list[list[int]]:
-        return require_agreement(group, 4, "contiguous", Gradients(nn.Linear(1, 1)), named[group.rank()])
+        return require_agreement(
+            group, 4, "contiguous", Gradients(nn.Linear(1, 1).named_parameters()), named[group.rank()]
+        )
 
     assert on_threads(4, nodes) == [[[0, 2], [1, 3]]] * 4

@@ -1,6 +1,6 @@
 """Pieces of parameters on ranks that are threads: gradients, norms, weights and optimizer state of one process.
 
-Tests sharding/contiguous.py and sharding/parcels.py, too.
+Tests sharding/parcels.py, too.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def test_no_more_parcels_are_on_their_way_than_are_allowed_and_no_gradient_outli
     # Of four dtypes, so that each weight is a parcel of its own.
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
     weights = nn.ParameterList(nn.Parameter(torch.ones(8, dtype=dtype)) for dtype in dtypes)
-    gradients, channel = Gradients(weights), Slow()
+    gradients, channel = Gradients(weights.named_parameters()), Slow()
     made: list[StorageWeakRef] = []
     for weight in weights:
         weight.register_post_accumulate_grad_hook(lambda each: made.append(StorageWeakRef(each.grad.untyped_storage())))

@@ -49,7 +49,6 @@ def test_what_leaves_no_place_for_shards_is_named(asked: dict[str, Any], fields:
 
 def test_other_settings_of_ddp_stand_against_nothing() -> None:
     ddp = DdpOptions(bucket_cap_mb=1, gradient_as_bucket_view=True, find_unused_parameters=True)
-    assert Sharding("gradients").refused_by(experiment(ddp=ddp)) is None
     Sharding("gradients").check(experiment(ddp=ddp), False, None, False)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ddp_core.base.seeds import MicroBatchSeed
-from ddp_core.trainers.keyed_random import KeyedRandom
+from ddp_core.trainers.data_parallel import KeyedRandom
 
 CPU = torch.device("cpu")
 DRAWS: dict[str, Callable[[], Tensor]] = {

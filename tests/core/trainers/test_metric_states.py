@@ -118,7 +118,7 @@ def test_they_are_reported_beside_functions_and_none_of_them_is_left_changed() -
     library, given = torchmetrics(), batches("classes")
     drawn = library.wrappers.BootStrapper(library.classification.MulticlassF1Score(3), num_bootstraps=3)
     named = {"each": library.classification.MulticlassF1Score(3, average="none"), "drawn": drawn, "total": total}
-    figures = OwnFigures(OwnMetrics.of(named), len(given), CPU)
+    figures = OwnFigures(OwnMetrics.of(named), CPU)
     for number, batch in enumerate(given):
         figures.add(number, *batch)
     found = figures.all(Collectives(World(), CPU))

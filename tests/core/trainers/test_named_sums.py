@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
-from ddp_core.trainers.named_sums import NamedMetric, NamedSums
+from ddp_core.trainers.own_metrics import NamedMetric, NamedSums
 from tests.core.checkpoint.parts_cases import ThreadRanks, in_threads
 from tests.support.wording import refusing
 
@@ -26,9 +26,6 @@ class _OnThread(Collectives):
     def __init__(self, ranks: ThreadRanks) -> None:
         super().__init__(World(ranks.rank, ranks.count), torch.device("cpu"))
         self.gather = ranks.gather  # type: ignore[method-assign]
-
-    def sum_(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self.gather(tensor.clone())).sum(0)
 
 
 def together(ranks: Sequence[NamedSums]) -> list[Any]:
@@ -58,9 +55,9 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def added(numbers: Sequence[int], metrics: NamedMetric = figures) -> NamedSums:
-    sums = NamedSums({"": metrics}, BATCHES)
+    sums = NamedSums({"": metrics})
     for number in numbers:
-        sums.add(number, *batch(number))
+        sums.add(*batch(number))
     return sums
 
 
@@ -92,9 +89,9 @@ def test_ranks_in_turn_or_rank_0_alone_give_the_same_bits_as_one(ranks: int) -> 
 
 def test_whole_numbers_do_not_pass_through_floats() -> None:
     big = 2**60 + 1
-    sums = NamedSums({"": lambda outputs, targets: {"n": big}}, 2)
-    for number in range(2):
-        sums.add(number, None, None)
+    sums = NamedSums({"": lambda outputs, targets: {"n": big}})
+    for _ in range(2):
+        sums.add(None, None)
     assert totals(sums, ALONE) == {"n": 2 * big}
 
 

@@ -35,7 +35,7 @@ class Finished:
 
 
 def figures(own: Any) -> dict[str, Any]:
-    counted = OwnFigures(OwnMetrics.of(own), len(BATCHES), CPU)
+    counted = OwnFigures(OwnMetrics.of(own), CPU)
     for number, batch in enumerate(BATCHES):
         counted.add(number, *batch)
     return counted.all(ALONE)

@@ -159,6 +159,6 @@ def test_a_step_that_another_rank_ends_has_changed_no_batch_statistics(
         monkeypatch.setattr(owner, moment, lost)
         with pytest.raises(ConnectionError):
             trainer.train()
-    held = trainer.state.marked()
+    held = trainer.state.marked_state()
     assert held["position"]["step"] == 3
     assert all(torch.equal(value, before[name]) for name, value in held["model"].items())
