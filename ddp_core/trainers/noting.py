@@ -19,14 +19,14 @@ _NAMED = 3
 _PLAIN = (bool, int, float, complex, str, list, tuple)
 
 
-def state_sums(state: TrainState, is_first: bool, in_miniature: bool = False) -> Sums | None:
+def state_sums(state: TrainState, in_parts: bool, is_first: bool, in_miniature: bool = False) -> Sums | None:
     """Checksums of weights, buffers, averages, optimizer (also its plain numbers), schedule, callbacks and position.
 
     A collective where something is cut among ranks; None on all ranks but the first. Left out are how long training
     took and, unless `in_miniature`, evaluations, which a repetition makes of fewer samples, and the loss of the epoch,
     which holds the losses that were read until now.
     """
-    whole = state.ownership.whole_on_first(state.state_dict())
+    whole = state.ownership.whole_on_first(state.state_dict(in_parts))
     if whole is None or not is_first:
         return None
     left_out = ("trained_",) if in_miniature else ("trained_", "evaluation", "best", "epoch_")
@@ -61,14 +61,14 @@ class StepNotes(StepObserver):
 
     def __init__(self, job: Job, state: TrainState, file: Path) -> None:
         self._state, self._is_first = state, job.is_first
-        self._in_miniature = job.trial.in_miniature
+        self._in_parts, self._in_miniature = job.layout.saves_in_parts, job.trial.in_miniature
         alone = [name for name, callback in state.named_callbacks() if callback.ranks == "first" and not job.is_first]
         self._left_out = tuple(f"callbacks.{name}." for name in alone)
         self._file = of_rank(file, job.collectives.world.rank).open("a", encoding="utf-8")
 
     def after_step(self, batch: StepBatch) -> None:
         has_all = self._is_first or self._state.ownership.has_whole_weights
-        sums = state_sums(self._state, has_all, self._in_miniature)
+        sums = state_sums(self._state, self._in_parts, has_all, self._in_miniature)
         if sums is None:
             numbers = group_numbers(self._state.optimizer.param_groups, "optimizer.param_groups.")
             sums = {name: checksum(each) for name, each in numbers}

@@ -159,11 +159,8 @@ class Saving(StepObserver):
             try:
                 self._note_kept()
                 if self._checkpointer is not None:
-                    own = state.state_dict()
-                    if not job.layout.saves_in_parts:  # a rank alone, which has all parts
-                        own = state.ownership.whole_on_first(own) or own
                     self._checkpointer.save(
-                        own,
+                        state.state_dict(in_parts=job.layout.saves_in_parts),
                         step=state.step,
                         epoch=state.step // self._steps.per_epoch,
                         metadata={"experiment_sha256": job.experiment.digest(), "layout": job.layout.label},
@@ -183,7 +180,7 @@ class Saving(StepObserver):
         run, state = self._job.run, self._state
         if run.kept_every is None or (state.step % run.kept_every and not self._steps.are_done):
             return
-        whole = state.ownership.whole_on_first(state.state_dict())
+        whole = state.ownership.whole_on_first(state.state_dict(in_parts=self._job.layout.saves_in_parts))
         if run.note_kept is not None and whole is not None:
             run.note_kept(state.step, state_digests(whole))
 

@@ -137,22 +137,19 @@ class TrainState:
         """Whether an evaluation was made after the newest step, and its figures are the best so far."""
         return self._newest_evaluation == (self.step, True)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, in_parts: bool = False) -> dict[str, Any]:
         """The state in nested dictionaries of tensors and plain JSON types.
 
-        Where something is sharded, a collective that sends no tensor: the state has CutTensors of what this rank has,
-        of which `ownership.whole_on_first` makes the whole.
+        Where something is sharded, a collective; its state is then whole on rank 0, and None on the other ranks.
+        With `in_parts` it is on every rank a tree with CutTensors of what this rank has, and no tensor is sent.
         """
-        average: dict[str, Any] | None = None
-        if self.average is not None:
-            own, average = self.ownership.own_weights(self.average.module), self.average.state_dict()
-            average.update({f"module.{name}": value for name, value in own.items()})
+        owned = self.ownership
         return {
-            "model": self.ownership.own_weights(),
-            "optimizer": self.ownership.own_state(),
+            "model": owned.own_weights() if in_parts else owned.whole_weights(),
+            "optimizer": owned.own_state() if in_parts else owned.whole_state(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "schedule": None if self.schedule is None else without_queues(self.schedule.state_dict()),
-            "average": average,
+            "average": self.averages(in_parts),
             "callbacks": self.states_of_callbacks(),
             "requires_grad": {
                 name: parameter.requires_grad
@@ -223,6 +220,16 @@ class TrainState:
                 require_saveable(state, f"callback {type(callback).__name__} has a state_dict")
                 kept[name] = state
         return kept
+
+    def averages(self, in_parts: bool) -> dict[str, Any] | None:
+        """The state dict of the averaged weights, whole on all ranks; with `in_parts` cut as the weights are."""
+        if self.average is None:
+            return None
+        state: dict[str, Any] = self.average.state_dict()
+        if in_parts:
+            own = self.ownership.own_weights(self.average.module)
+            state.update({f"module.{name}": value for name, value in own.items()})
+        return state
 
 
 @dataclass(frozen=True)

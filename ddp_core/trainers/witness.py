@@ -111,7 +111,7 @@ class Witnessed(StepObserver):
         self._reached = step
         sums: Sums | None = None
         with self._guard.check(_KIND, step):
-            sums = state_sums(self._steps.state, self._job.is_first)
+            sums = state_sums(self._steps.state, self._job.layout.saves_in_parts, self._job.is_first)
         if sums is not None:
             kept = sorted({*self._noted, saved})[-2:]
             self._noted = {at: self._noted.get(at, {}) for at in kept}

@@ -63,6 +63,7 @@ class Run:
                 "console": SimpleNamespace(say=print),
             },
             options=SimpleNamespace(rehearsal="on", timeout=60.0),
+            layout=SimpleNamespace(saves_in_parts=False),
             device=torch.device("cpu"),
         )
         self.guard = SimpleNamespace(mode=mode, checks=True, check=self.check, timed=self.check, figures={})
