@@ -107,7 +107,7 @@ class NamedSums:
             for number, part in enumerate(parts):
                 before = self._parts.setdefault((name, number), [])
                 if before and not part.is_floating_point():
-                    before[0] += part
+                    before[0] = before[0] + part  # a number and a tensor on a GPU may meet here
                 else:
                     before.append(part.clone())  # the function may go on to change its tensor
 
@@ -116,14 +116,18 @@ class NamedSums:
 
         A mean, a total, or what the metric's own `finish` returns.
         """
-        own = {key: torch.stack(parts).cpu() for key, parts in self._parts.items()}
+        own = {key: torch.stack([part.cpu() for part in parts]) for key, parts in self._parts.items()}
         every = [each for each in collectives.gather((self._kinds, own)) if each[0] is not None]
         for kinds, _ in every[1:]:
             _require_same_kinds(every[0][0], kinds)
-        sums: dict[_Name, list[Any]] = {}
-        for key in sorted(every[0][1]) if every else ():
-            sums.setdefault(key[0], []).append(_total(torch.cat([parts[key] for _, parts in every])))
-        return lambda: {metric: self._finished(metric, function, sums) for metric, function in self._metrics.items()}
+
+        def made() -> dict[str, Any]:
+            sums: dict[_Name, list[Any]] = {}
+            for key in sorted(every[0][1]) if every else ():
+                sums.setdefault(key[0], []).append(_total(torch.cat([parts[key] for _, parts in every])))
+            return {metric: self._finished(metric, function, sums) for metric, function in self._metrics.items()}
+
+        return made
 
     def _finished(self, metric: str, function: NamedMetric, sums: Mapping[_Name, list[Any]]) -> Any:
         own = {name.key: parts for name, parts in sums.items() if name.metric == metric}
