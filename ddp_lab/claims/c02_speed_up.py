@@ -52,8 +52,8 @@ claim = Claim(
     "lies below 0.85 n and the control's above; else inconclusive. The sentence is judged by the parts that are "
     "measurable: confirmed when all are, confirmed in part when some are, refuted when none is and one is refuted. The "
     "whole runs are reported, not judged.",
-    in_short="Confirmed where n processes are more than 0.85 n times as fast beyond noise; refuted where only n "
-    "that do not communicate are, or where n are slower than one.",
+    in_short="Confirmed where n processes are more than 0.85 n times as fast beyond noise; refuted where n are "
+    "so only without communicating, or are slower than one.",
     loads={
         "efficiency": (0.85, 0.85),
         "rounds": ROUNDS,

@@ -197,7 +197,7 @@ def judge(measurements: Measurements) -> Judgement:
 
 def _loop(judged: dict[str, Any]) -> Part:
     residuals, slope = _residuals(judged), median_interval(slopes(judged, LOOP))
-    said = f"a line leaves {residuals} times the squared residuals of a square"
+    said = f"a fit by n leaves {residuals} times the squared residuals of one by n²"
     verdict: Verdict = "refuted" if residuals.above() else "inconclusive"
     if slope.above(0) and residuals.below():
         verdict = "confirmed"
