@@ -127,8 +127,3 @@ def newest_first(lines: Iterable[Line]) -> list[dict[str, Line]]:
     kept = sorted((line for line in lines if not line["stand_in"]), key=lambda line: str(line["date"]))
     last = {key(line): line for line in reversed(kept)}
     return [by_item(kept, head) for head in last.values()]
-
-
-def newest(lines: Iterable[Line]) -> dict[str, Line]:
-    """The last line of each item, of the commit and place that were recorded last; none where nothing is."""
-    return next(iter(newest_first(lines)), {})

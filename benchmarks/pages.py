@@ -28,6 +28,7 @@ PAGES: dict[Path, Mapping[str, Callable[[], str]]] = {
         "| micro-batches per rank | 1 |": tables.copies_of_gradients,
         "| micro-batches per rank | contiguous": tables.strided_shares,
     },
+    ROOT / "docs" / "explanation" / "checkpoints.md": {"| samples | DistributedSampler": tables.samplers},
     ROOT / "docs" / "how-to" / "shard-the-optimizer.md": {
         "| `--shard` | its step ÷ one with |": tables.steps_of_shards,
         "| ranks | `none`": tables.memory_of_shards,

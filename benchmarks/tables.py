@@ -7,15 +7,7 @@ from itertools import product
 from statistics import median
 from typing import Any
 
-from benchmarks.compared import (
-    best_loop,
-    of_best_bare,
-    of_fair,
-    said,
-    span,
-    whole_run_of,
-    whole_time_of,
-)
+from benchmarks.compared import best_loop, of_best_bare, of_fair, said, span, whole_run_of, whole_time_of
 from benchmarks.numerics import RECORDED
 from benchmarks.record import NOT_YET, recorded, results_of
 from benchmarks.whole_run import ACCUMULATING, EXACT, SCRIPT
@@ -126,6 +118,22 @@ def one_sum() -> str:
     return _table(["ranks", "buckets", "gloo's all_reduce", "exact sum", "ratio", "target"], rows)
 
 
+def samplers() -> str:
+    """What the two samplers cost; where torch's was not run, by its figures at the length before."""
+    named = ("DistributedSampler", "ElasticSampler")
+    found = {(row["sampler"], row["length"]): row for row in results_of("sampler")["samplers"]}
+    rows = []
+    for length in sorted({length for _, length in found}):
+        told = (
+            f"not run: {each['not_run']}"
+            if "not_run" in each
+            else f"{each['first_id_ms']:,.2f} ms, {each['ns_per_id']:.0f} ns, {each['memory_mb']:,.1f} MB"
+            for each in (found[sampler, length] for sampler in named)
+        )
+        rows.append([f"{length:,}", *told])
+    return _table(["samples", *(f"{sampler}: first id, per id, memory" for sampler in named)], rows)
+
+
 def copies_of_gradients() -> str:
     """Memory of a rank above plain accumulation, in gradients."""
     found = results_of("reduction")["memory"]
@@ -191,20 +199,17 @@ def steps_of_shards() -> str:
         [row["ways"][f"exact, {mode}"] for row in results_of("sharded")["steps"]] for mode in ("optimizer", "gradients")
     )
     fully_sharded = results_of("fully_sharded")
+    as_it_is = [row["ratios"]["parameters, exact"] for row in fully_sharded]
     rows = [
         ("optimizer", "plain DDP", [row["of_plain"] for row in optimizer]),
         ("optimizer", "plain DDP and torch's ZeroRedundancyOptimizer", [row["of_zero"] for row in optimizer]),
         ("gradients", "plain DDP", [row["of_plain"] for row in gradients]),
-        ("parameters", "torch's FSDP2 as it is over gloo, which sends 4/3 as much", _of_fsdp2(fully_sharded)),
+        ("parameters", "torch's FSDP2 as it is over gloo, which sends 4/3 as much", as_it_is),
         ("parameters", "torch's FSDP2 with an all-to-all, which sends as much", [*map(of_fair, fully_sharded)]),
     ]
     return _table(
         ("`--shard`", "its step ÷ one with", "ratio"), ([f"`{mode}`", of, span(each)] for mode, of, each in rows)
     )
-
-
-def _of_fsdp2(rows: Iterable[Any]) -> list[float | None]:
-    return [row["ratios"]["parameters, exact"] for row in rows]
 
 
 def memory_of_shards() -> str:
@@ -303,9 +308,6 @@ def recoveries() -> str:
     assert document is not None
     faults, rows = document["results"]["faults"], []
     for fault, words in _FAULTS.items():
-        if fault not in faults:
-            rows.append([words, NOT_YET, "-", "-"])
-            continue
         found = faults[fault]
         low, high = min(found["steps_lost"]), max(found["steps_lost"])
         again = str(low) if low == high else f"{low} to {high}"

@@ -79,7 +79,7 @@ def _launch_elastic(request: Request, meeting: Meeting, file: str, entry: Entry,
 
 
 def _run_until_met(request: Request, meeting: Meeting, run_node: Callable[[], int]) -> int:
-    """Run this node again when it has lost the rendezvous, without which no agent goes on; for half a minute in all."""
+    """Run this node again when it has lost the rendezvous, without which no agent goes on; five times at most."""
     pauses = iter((1, 2, 4, 8, 16) if meeting.endpoint is not None and request.options.max_restarts else ())
     while True:
         try:

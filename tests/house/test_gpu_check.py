@@ -49,7 +49,7 @@ def test_lines_are_merged_by_commit_and_place_and_never_those_of_a_stand_in(tmp_
     assert gpu_lines.merge([second, first], kept) == 0
     found = gpu_lines.by_item(gpu_lines.read(kept), real)
     assert {item: line["outcome"] for item, line in found.items()} == {"a": "failed", "b": "passed"}
-    assert gpu_lines.newest(gpu_lines.read(second))["b"]["stand_in"] is False
+    assert gpu_lines.newest_first(gpu_lines.read(second))[0]["b"]["stand_in"] is False
 
 
 def test_a_stand_in_is_kept_out_of_the_results() -> None:
