@@ -192,6 +192,10 @@ def check_request(request: Request, only_look: bool = False) -> None:
         )
     if options.cuda_graph:
         _check_graph(request)
+    if request.resume not in ("auto", "never") and not (Path(request.resume) / "run.json").exists():
+        raise UserError(
+            f"--resume {request.resume}: no run directory there (it has no run.json); use auto, never, or a run's path"
+        )
     _check_fork(request)
     given = request.asked.init_from
     if given is not None and request.resume == "never" and not Path(given).exists():

@@ -85,7 +85,7 @@ class TrainState:
     """Whether what follows the update of step `step` is done, too: an evaluation, a digest, a save."""
     marked: Position = field(init=False)
     """The position of the last `mark`."""
-    _buffers: tuple[int, list[Tensor]] = field(init=False, default=(-1, []))
+    _kept_buffers: tuple[int, list[Tensor]] = field(init=False, default=(-1, []))
     """The step count at the last `keep_buffers`, and copies of the buffers then."""
 
     def __post_init__(self) -> None:
@@ -169,18 +169,18 @@ class TrainState:
         A step that was not finished has changed nothing else by then: weights, optimizer, average, scaler and schedule
         change in the update alone, which waits for no rank; buffers, which change before, are put back.
         """
-        if self._buffers[0] == self.step:
+        if self._kept_buffers[0] == self.step:
             self.put_back_buffers()
         return {**self.state_dict(), "position": asdict(self.marked)}
 
     def keep_buffers(self) -> None:
         """Keep copies of the buffers, until this is called again."""
-        self._buffers = self.step, [buffer.clone() for buffer in self.model.buffers()]
+        self._kept_buffers = self.step, [buffer.clone() for buffer in self.model.buffers()]
 
     @torch.no_grad()
     def put_back_buffers(self) -> None:
         """Give the buffers the values of the last `keep_buffers`."""
-        for buffer, value in zip(self.model.buffers(), self._buffers[1], strict=True):
+        for buffer, value in zip(self.model.buffers(), self._kept_buffers[1], strict=True):
             buffer.copy_(value)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

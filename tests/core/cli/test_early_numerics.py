@@ -141,16 +141,15 @@ def test_on_a_gpu_the_option_is_refused(tmp_path: Path) -> None:
     assert ended.errors == "ddp: error: --numerics portable: it is for CPUs, and this run is on a GPU\n"
 
 
-def test_a_model_that_is_not_portable_ends_with_one_line(tmp_path: Path) -> None:
+def test_a_model_that_is_not_portable_is_warned_of(tmp_path: Path) -> None:
     text = PORTABLE.replace('"two_layer"', '"fits"') + (
         "import torch\n\n\nclass Fits(torch.nn.Linear):\n    def forward(self, inputs):\n"
         "        return super().forward(torch.linalg.lstsq(inputs.T, inputs.T).solution[: len(inputs)].T @ inputs)\n"
         "\n\ndef fits():\n    return Fits(10, 1)\n"
     )
     ended = ddp("train", mine(tmp_path, text), "--device", "cpu", "--output", tmp_path / "out")
-    assert ended.code == 2
-    assert "torch.linalg.lstsq in module Fits is not portable" in ended.errors
-    assert ended.errors.count("\n") == 1
+    assert ended.code == 0
+    assert "not known to have the same bits on other CPUs: aten::linalg_lstsq" in ended.output + ended.errors
 
 
 def test_native_numerics_that_were_asked_for_are_refused_nowhere() -> None:

@@ -110,7 +110,7 @@ class Counts(Callback):
 
 
 PARTS = ("model", "optimizer", "scaler", "schedule", "average")
-NOT_SAVED = ("learning_rate", "ownership", "_newest_evaluation", "_mark")
+NOT_SAVED = ("learning_rate", "ownership", "_newest_evaluation", "marked", "is_settled", "_kept_buffers")
 POSITION = [each.name for each in dataclasses.fields(Position)]
 
 
