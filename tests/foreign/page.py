@@ -40,8 +40,8 @@ def _lines(kept: Mapping[str, Row]) -> Iterator[str]:
     yield from ("", f"Without shards {plain['identical'] / max(1, plain.total()):.1%} of the results are identical.")
     if waiting := [key for key, row in kept.items() if any(way not in row["outcomes"] for way in COLUMNS)]:
         yield f"Not tried on some of the layouts yet: {len(waiting)} cases."
-    clean = sum("dirty" not in row["commit"] for row in kept.values())
-    yield f"{clean} of the cases ran on a commit as it stands in the history, the others on one with changes."
+    dirty = sum("dirty" in row["commit"] for row in kept.values())
+    yield f"{dirty or 'None'} of the cases ran on a commit with changes."
     yield ""
     named = {kind: [key for key in kinds if kinds[key] == kind] for kind in KINDS[1:]}
     named |= {"not run yet": [key for key in known if key not in kept], "left out": [*LEFT_OUT]}
