@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 from click.core import ParameterSource
+from click.exceptions import NoSuchCommand
 
 from ddp_core.base.errors import near_names
 from ddp_core.base.extras import missing
@@ -175,10 +176,10 @@ class OpenGroup(Group):
         """The command of that name; without the laboratory, an unknown one may be one of its commands."""
         try:
             return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            if lab := missing("It may be one of the laboratory's, which", "lab", "ddp_lab"):
-                raise click.UsageError(f"{error.format_message()} {lab}", ctx) from None
-            raise
+        except NoSuchCommand as error:
+            near = NoSuchCommand(error.command_name, possibilities=self.list_commands(ctx), ctx=ctx)
+            lab = missing("It may be one of the laboratory's, which", "lab", "ddp_lab")
+            raise click.UsageError(f"{near.format_message()} {lab}", ctx) if lab else near from None
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)

@@ -161,9 +161,11 @@ def test_a_wrong_word_is_an_error_in_one_line(words: str, capsys: pytest.Capture
         ("verify run --device gpu", ["--device", "gpu", "cuda"]),
         ("data fetch", ["NAME", "ddp data fetch --help"]),
         ("data", ["command", "ddp data --help"]),
-        ("tarin digits", ["tarin", "ddp --help"]),
-        ("data fecth", ["fecth", "ddp data --help"]),
-        ("compare --jsno", ["--jsno", "ddp compare --help"]),
+        ("tarin digits", ["tarin", "'train'", "ddp --help"]),
+        ("caims", ["caims", "'claims'", "ddp --help"]),
+        ("--versoin", ["--versoin", "'--version'", "ddp --help"]),
+        ("data fecth", ["fecth", "'fetch'", "ddp data --help"]),
+        ("compare --jsno", ["--jsno", "'--json'", "ddp compare --help"]),
     ],
 )
 def test_what_click_or_pydantic_refuses_is_an_error_in_one_line(
