@@ -305,7 +305,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     generator. A state without groups has a form of its own, which its optimizer knows how to load.
     """
     optimizer.load_state_dict(dict(state))
-    for saved, group in zip(state.get("param_groups", ()), optimizer.param_groups, strict=False):
+    if "param_groups" not in state:
+        return
+    for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
         for number, parameter in zip(saved["params"], group["params"], strict=True):
             if number in state["state"]:
                 _mended(optimizer.state[parameter], state["state"][number])
