@@ -94,7 +94,7 @@ class CallbackCalls(StepObserver):
         """Go on after what the callbacks were told last; `loss` is that of the newest step."""
         self._loss, self._shared = loss, told
         if told is not None:
-            self._told = told
+            self._told = replace(told, methods=set(told.methods))  # `told` stays what rank 0 has been told
 
     def before_step(self, batch: StepBatch) -> None:
         self._loss = None

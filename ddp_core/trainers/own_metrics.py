@@ -90,7 +90,7 @@ class NamedSums:
         self._metrics = metrics
         self._kinds: _Kinds | None = None
         self._parts: dict[tuple[_Name, int], list[Tensor]] = {}
-        """Of each total, or sum or count: that of each batch, or of all together where it is a whole number."""
+        """The parts of each total, or sum or count: one for each batch, or a single one where it is a whole number."""
 
     def add(self, outputs: Any, targets: Any) -> None:
         """Add the figures of one batch. Raises UserError where a function returns something else than it should."""

@@ -120,7 +120,7 @@ class SingleStrategy(Strategy):
         self.reduction = kind(self.module, self.batches.cut.micro_batches)
 
     def compute_gradients(self, batch: StepBatch) -> None:
-        """Forward and backward of this process's micro-batches; among ranks, the last one also sends what it makes."""
+        """Forward and backward of this process's micro-batches; the last backward may send gradients, too."""
         if not batch.micro_batches:
             self.write_along(batch)
         self.reduction.begin(self.batches.cut.count(batch.samples))
@@ -140,8 +140,10 @@ class SingleStrategy(Strategy):
             if self.batches.cut.is_strided:
                 # What backward has not sent yet is sent at the end of the block.
                 self.clock.lap("exposed_communication")
-        if not (batch.micro_batches and self.sends_in_backward):
+        if not batch.micro_batches:
             self.join_empty_handed(batch)
+        elif not self.sends_in_backward:
+            self.send_losses(batch)
         self.join_last_round(batch)
         self.reduction.finish()
 
@@ -149,7 +151,7 @@ class SingleStrategy(Strategy):
         """Take part in what other ranks still do for the step; overridden where all ranks must."""
 
     def join_empty_handed(self, batch: StepBatch) -> None:
-        """Send what no backward has: an incomplete last batch may leave no micro-batch for this rank."""
+        """Take part in a step without a micro-batch: an incomplete last batch may leave none for this rank."""
         self.send_losses(batch)
 
     def retrain(self) -> None:

@@ -56,14 +56,7 @@ def test_each_operation_has_one_status() -> None:
     assert [status_of(f"aten::{name}") for name in ("mm", "swapaxes", "linalg_lstsq")] == [
         *("proved", "by definition", "unknown")
     ]
-    traced = [
-        "aten::mm",
-        "quantized::linear",
-        "mine::layer",
-        "AddmmBackward0",
-        "autograd::engine::evaluate_function: X",
-        "a label: b",
-    ]
+    traced = ["aten::mm", "mine::layer", "AddmmBackward0", "autograd::engine::evaluate_function: X", "a label: b"]
     assert unknown_among([*traced, "quantized::linear"]) == ["mine::layer", "quantized::linear"]
     assert unknown_among(["Torch-Compiled Region: 0/0", "aten::mm"]) == ["torch.compile"]
 
