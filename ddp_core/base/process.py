@@ -50,9 +50,9 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
 
 def leave_first_process() -> None:
     """Go on in a child where this process is the first of its container; returns there, and everywhere else at once."""
-    # What is orphaned in a container becomes a child of its first process, and stays a zombie until that has waited for
-    # it. And the kernel keeps from it each signal that it does not handle. So the first process does nothing but that:
-    # it passes signals on, waits, and ends with the child's exit code.
+    # A container's first process inherits every orphan, which stays a zombie until it is waited for. And the kernel
+    # drops each signal for which the first process has no handler. So the first process trains nothing: it passes
+    # signals on, waits, and ends with the child's exit code.
     if os.getpid() != 1:
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

@@ -146,7 +146,7 @@ def reduce_zeros_too(module: FSDPModule) -> None:
 
 def forget_that_it_is_cut(module: nn.Module) -> None:
     """Remove the mark of `fully_shard` from the module and its parts: some models compute otherwise where it is."""
-    # Of transformers, those that leave out layers at random do not leave them out there (`is_fsdp_managed_module`).
+    # Some models of transformers leave out layers at random, but not where they are cut (`is_fsdp_managed_module`).
     for part in module.modules():
         vars(part).pop("_is_fsdp_managed_module", None)
 

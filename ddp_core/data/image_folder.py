@@ -96,7 +96,10 @@ class Paths(Sequence[Path]):
 
 
 class ImageFiles(Staged[tuple[Tensor, int]]):
-    """Image files with labels: the middle `size` x `size` pixels of images that are decoded as `stored` x `stored`."""
+    """Image files with labels; a sample is the middle of an image that is decoded as `stored` x `stored` pixels.
+
+    `size`: the pixels of this middle part, each way.
+    """
 
     def __init__(self, paths: Sequence[Path], labels: NDArray[np.int64], stored: int, size: int) -> None:
         self.paths, self.labels, self.stored = paths, labels, stored

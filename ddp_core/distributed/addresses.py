@@ -89,7 +89,10 @@ def listen_at(
 
 
 def require_port(address: str | None, port: int, name: str, remedy: str) -> None:
-    """Raise as `listen_at` would; nothing listens meanwhile, or a rank that looks for the store would be cut off."""
+    """Raise as `listen_at` does, where it would.
+
+    Nothing listens meanwhile: a rank that is already looking for the store would be connected and cut off.
+    """
     listen_at(address, port, name, remedy, listens=False).close()
 
 

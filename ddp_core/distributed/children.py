@@ -90,7 +90,10 @@ class Children:
         self._watcher.wait()
 
     def start(self, command: Sequence[str], **how: Any) -> subprocess.Popen[Any]:
-        """Start a process (`how`: for Popen) in a session of its own, so that a Ctrl-C reaches this process alone."""
+        """Start a process in a session of its own, so that a Ctrl-C reaches this process alone.
+
+        `how`: further arguments of subprocess.Popen.
+        """
         how = {"stdin": subprocess.DEVNULL, "env": {**os.environ, **_VARIABLES, "TMPDIR": str(self.folder)}, **how}
         process = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent, **how)
         self._living.append(process)

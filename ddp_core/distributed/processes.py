@@ -37,7 +37,10 @@ class Process(Protocol):
 
 
 def end_processes(processes: Iterable[Process], number: signal.Signals, patience: float) -> None:
-    """Send each, the leader of its group, the signal; kill those left after `patience` seconds with their groups."""
+    """Send each the signal, wait `patience` seconds for all together, kill the rest with their process groups.
+
+    Each process must be the leader of its group.
+    """
     processes = list(processes)
     for process in processes:
         if is_stopped(process.pid):

@@ -45,7 +45,10 @@ def limits_missed() -> str:
 
 
 def portable_refused_by(cpus: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Why this machine cannot have portable numerics, as far as is known without torch; None where it can."""
+    """Why this machine cannot have portable numerics; None where it can, as far as is known without loading torch.
+
+    `cpus`: where Linux says what its CPUs can do.
+    """
     machine = platform.machine()
     if machine.lower() not in ("x86_64", "amd64"):
         return f"it is for x86-64 CPUs, and this machine is {machine or 'of an unknown kind'}"

@@ -54,7 +54,7 @@ def parts_on(group: dist.ProcessGroup | None, groups: tuple[tuple[int, ...], ...
     In two levels where there are `groups` of ranks that add up among themselves first, as those of an OrderedSum.
     """
     if group is None:
-        return PartsInOneLevel(BatchedMessages(None, [0]))
+        return PartsInOneLevel(BatchedMessages(None, [0]))  # which sends nothing, as there is nobody else
     exchange = exchange_on(group, device)
     parts = PartsInOneLevel(exchange)
     if _are_alike(groups):

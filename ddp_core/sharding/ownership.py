@@ -41,7 +41,8 @@ class Ownership:
             for name, tensor in named:
                 if kind == "buffer" or self.has_whole_weights:
                     yield f"{kind} {name}", tensor.detach()
-        # Where parameters are cut, their state is each rank's own, by the tensors in their place.
+        # All ranks have the state of whole parameters. That of cut ones is not found here: the optimizer keeps it for
+        # the tensors that stand in their place, and each rank has another part of it.
         for name, parameter in self.module.named_parameters():
             for entry, value in named_tensors(without_queues(self.optimizer.state.get(parameter, {}))):
                 yield f"the optimizer's {entry} of {name}", value

@@ -95,8 +95,9 @@ class PartShares(ABC, Generic[P]):
 
     def close(self) -> None:
         """Take the hooks away."""
-        for hook in (hook for parcel in self._parcels for hook in parcel.hooks):
-            hook.remove()
+        for parcel in self._parcels:
+            for hook in parcel.hooks:
+                hook.remove()
 
     @abstractmethod
     def _send(self, number: int) -> None:
